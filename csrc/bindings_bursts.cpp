@@ -1,0 +1,147 @@
+#include <optional>
+
+#include "bindings.h"
+#include "core/burst_issuer.h"
+#include "core/layer_gate.h"
+#include "core/page_allocator.h"
+
+namespace kvburst::bindings {
+namespace {
+
+/// The start or the finish of a burst, as an event.
+struct BurstEvent {
+  std::shared_ptr<Burst> burst;
+  bool is_finish;
+
+  EventHandle handle() const { return (is_finish ? burst->finish : burst->start).handle(); }
+};
+
+void bind_burst(py::module_& module) {
+  py::class_<BurstEvent>(module, "BurstEvent", R"(The start or the finish of a burst's copies.
+
+Stands for its own burst for as long as it is kept.)")
+      .def(
+          "query",
+          [](const BurstEvent& self) {
+            return self.is_finish ? self.burst->done()
+                                  : self.burst->state != BurstState::queued &&
+                                        self.burst->device().query(self.handle());
+          },
+          "True once the burst has been issued and is done, or has failed.")
+      .def(
+          "synchronize",
+          [](const BurstEvent& self) { self.burst->device().synchronize(self.handle()); },
+          py::call_guard<py::gil_scoped_release>(), "Blocks this thread until it is reached.")
+      .def(
+          "wait",
+          [](const BurstEvent& self, const BoundStream* stream) {
+            Device& device = self.burst->device();
+            device.wait(handle_or_current(stream, device), self.handle());
+          },
+          py::arg("stream") = nullptr, "Orders `stream` (default: the current one) behind it.")
+      .def(
+          "elapsed_time",
+          [](const BurstEvent& self, const BurstEvent& end) {
+            return self.burst->device().elapsed_ms(self.handle(), end.handle());
+          },
+          py::arg("end"), "Milliseconds from this event to `end`; both must be reached.");
+
+  py::class_<Burst, std::shared_ptr<Burst>>(module, "Burst", R"(The record of one transfer.
+
+May be read from any thread.)")
+      .def_readonly("id", &Burst::id)
+      .def_property_readonly("direction", [](const Burst& self) { return name_of(self.direction); })
+      .def_readonly("node_ids", &Burst::node_ids)
+      .def_readonly("num_pages", &Burst::num_pages, "Pages, counted once for all pools and layers.")
+      .def_readonly("num_bytes", &Burst::bytes_issued, "Bytes handed to the device.")
+      .def_readonly("num_copies", &Burst::copies_issued, "Copies handed to the device.")
+      .def_property_readonly(
+          "one_per_page_and_layer",
+          [](const Burst& self) { return self.plan.count.one_per_page_and_layer; },
+          "Copies it would have taken with one for every page of every layer.")
+      .def_property_readonly(
+          "neighbours_merged", [](const Burst& self) { return self.plan.count.neighbours_merged; },
+          "Copies it would have taken with neighbouring pages merged, but no layers.")
+      .def_property_readonly("fallbacks",
+                             [](const Burst& self) { return fallbacks(self.plan.count); })
+      .def_property_readonly("error",
+                             [](const Burst& self) -> std::optional<std::string> {
+                               if (self.state != BurstState::failed) return std::nullopt;
+                               return self.error;
+                             })
+      .def_readonly("caller_us", &Burst::caller_us,
+                    "Microseconds that the submitting thread spent in submit.")
+      .def_property_readonly(
+          "start_event", [](const std::shared_ptr<Burst>& self) { return BurstEvent{self, false}; })
+      .def_property_readonly("finish_event", [](const std::shared_ptr<Burst>& self) {
+        return BurstEvent{self, true};
+      });
+}
+
+}  // namespace
+
+void bind_bursts(py::module_& module) {
+  bind_burst(module);
+
+  py::class_<LayerGate, std::shared_ptr<LayerGate>>(
+      module, "LayerGate", R"(Where a forward waits for "layer l of burst b is in place".
+
+``slots`` bursts may be under way at a time. Any thread may wait.)")
+      .def(
+          py::init([](const std::shared_ptr<Device>& device, const std::vector<PoolLayout>& layouts,
+                      int slots) { return std::make_shared<LayerGate>(device, layouts, slots); }),
+          py::arg("device"), py::arg("layouts"), py::kw_only(), py::arg("slots") = 3)
+      .def_property_readonly("num_layers", &LayerGate::num_layers)
+      .def_property_readonly("num_slots", &LayerGate::num_slots)
+      .def(
+          "wait",
+          [](LayerGate& self, std::int64_t burst, int layer, const BoundStream* stream) {
+            std::optional<StreamHandle> handle;
+            if (stream) handle = stream->handle;
+            if (handle && self.is_issued(burst, layer)) {
+              self.wait(burst, layer, handle);
+            } else {
+              const py::gil_scoped_release unlocked;
+              self.wait(burst, layer, handle);
+            }
+          },
+          py::arg("burst"), py::arg("layer"), py::arg("stream") = nullptr,
+          R"(Orders `stream` behind the layer, every pool's part of it.
+
+Without a stream blocks this thread until the bytes are there. Raises BurstError if the burst failed
+or was never submitted.)")
+      .def("wait_for_slot", &LayerGate::wait_for_slot, py::arg("burst"),
+           py::call_guard<py::gil_scoped_release>(),
+           "Blocks this thread until the gate slot that `burst` will have is free.")
+      .def("find", &LayerGate::find, py::arg("burst"),
+           "The burst's record; None once its slot has moved on, and the burst is complete.")
+      .def("is_done", &LayerGate::is_done, py::arg("burst"),
+           "Whether all of the burst is in place.");
+
+  py::class_<BurstIssuer, std::shared_ptr<BurstIssuer>>(
+      module, "BurstIssuer", "Issues bursts in one direction, in order, on a stream of its own.")
+      .def(py::init([](const std::shared_ptr<Device>& device, std::vector<PoolLayout> layouts,
+                       const std::string& direction, std::shared_ptr<LayerGate> gate,
+                       const PlanOptions& options) {
+             return make_waiting<BurstIssuer>(device, std::move(layouts), direction_of(direction),
+                                              std::move(gate), options);
+           }),
+           py::arg("device"), py::arg("layouts"), py::kw_only(), py::arg("direction"),
+           py::arg("gate") = nullptr, py::arg("options") = PlanOptions{})
+      .def(
+          "submit",
+          [](BurstIssuer& self, BoundPages& pages, const std::vector<std::int64_t>& node_ids,
+             const BoundStream& stream) {
+            const py::gil_scoped_release unlocked;
+            return self.submit(pages.pages, node_ids, stream.handle);
+          },
+          py::arg("pages"), py::arg("node_ids"), py::kw_only(), py::arg("stream"),
+          R"(Issues the collected pages behind all that is on `stream` now; None if there are none.
+
+`pages` is empty afterwards. Blocks while the gate slot it needs is still copying. A device that
+fails does not raise: the burst carries the error, and its waiters raise.)")
+      .def("drain", &BurstIssuer::drain, py::call_guard<py::gil_scoped_release>(),
+           "Blocks until every copy issued so far is done.");
+}
+
+}  // namespace kvburst::bindings

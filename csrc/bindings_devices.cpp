@@ -1,0 +1,247 @@
+#include <optional>
+
+#include "bindings.h"
+#include "host/host_device.h"
+
+namespace kvburst::bindings {
+namespace {
+
+/// Holds a stream until it is released, at the latest when nobody refers to it any more: a stalled
+/// stream that nobody can release would never end.
+class Stall {
+ public:
+  explicit Stall(std::shared_ptr<Mark> mark) : mark_(std::move(mark)) {}
+  Stall(Stall&& other) noexcept = default;
+  Stall& operator=(Stall&&) = delete;
+  ~Stall() { release(); }
+
+  void release() {
+    if (mark_) mark_->reach(now());
+    mark_.reset();
+  }
+
+ private:
+  std::shared_ptr<Mark> mark_;
+};
+
+std::shared_ptr<HostDevice> host_of(const BoundStream& stream) {
+  auto host = std::dynamic_pointer_cast<HostDevice>(stream.device);
+  if (!host) {
+    throw DeviceError(text("stream: the current stream of the device '", stream.device->name(),
+                           "' is set by its framework"));
+  }
+  return host;
+}
+
+void bind_limits(py::module_& module) {
+  py::class_<CopyLimits>(module, "CopyLimits", R"(What a device accepts in one call.
+
+The planner keeps to it and the device refuses the rest. ``max_pitch`` in bytes.
+``tall_copies=False`` forbids copies of more than one row.)")
+      .def(py::init([](std::size_t max_pitch, std::size_t copies_per_call, bool tall_copies) {
+             const CopyLimits limits{max_pitch, copies_per_call, tall_copies};
+             limits.check();
+             return limits;
+           }),
+           py::kw_only(), py::arg("max_pitch") = CopyLimits{}.max_pitch,
+           py::arg("copies_per_call") = CopyLimits{}.copies_per_call,
+           py::arg("tall_copies") = CopyLimits{}.tall_copies)
+      .def_readonly("max_pitch", &CopyLimits::max_pitch)
+      .def_readonly("copies_per_call", &CopyLimits::copies_per_call)
+      .def_readonly("tall_copies", &CopyLimits::tall_copies);
+
+  py::class_<LinkModel>(module, "LinkModel", R"(A modelled link between host and device.
+
+Bytes still move; modelled is how long the calling thread is held for each copy (``issue_us``, for
+one of several rows ``tall_issue_us``) and when each is done (``gigabytes_per_second``, 10^9 bytes,
+each direction on its own). ``queue_depth`` copies may be outstanding on a stream, 0 is no bound.
+``byte_scale`` modelled bytes are charged for each that moves. What is measured with a link model is
+simulated, and must say so.)")
+      .def(py::init([](double gigabytes_per_second, double issue_us, double tall_issue_us,
+                       int queue_depth, double byte_scale) {
+             const LinkModel model{gigabytes_per_second, issue_us, tall_issue_us, queue_depth,
+                                   byte_scale};
+             model.check();
+             return model;
+           }),
+           py::kw_only(), py::arg("gigabytes_per_second"), py::arg("issue_us") = 0.0,
+           py::arg("tall_issue_us") = 0.0, py::arg("queue_depth") = 0, py::arg("byte_scale") = 1.0)
+      .def_readonly("gigabytes_per_second", &LinkModel::gigabytes_per_second)
+      .def_readonly("issue_us", &LinkModel::issue_us)
+      .def_readonly("tall_issue_us", &LinkModel::tall_issue_us)
+      .def_readonly("queue_depth", &LinkModel::queue_depth)
+      .def_readonly("byte_scale", &LinkModel::byte_scale);
+
+  py::class_<CopyCounters>(module, "CopyCounters",
+                           "Copies that a device was handed in one direction since it was made.")
+      .def_readonly("calls", &CopyCounters::calls)
+      .def_readonly("copies", &CopyCounters::copies)
+      .def_readonly("bytes", &CopyCounters::bytes);
+}
+
+void bind_streams(py::module_& module, py::class_<BoundEvent>& event,
+                  py::class_<BoundStream>& stream) {
+  event.def_property_readonly("handle", &BoundEvent::handle)
+      .def(
+          "record",
+          [](const BoundEvent& self, const BoundStream* stream) {
+            self.device->record(self.handle(), handle_or_current(stream, *self.device));
+          },
+          py::arg("stream") = nullptr,
+          "Makes the event stand for this point of `stream` (default: the current one).")
+      .def(
+          "wait",
+          [](const BoundEvent& self, const BoundStream* stream) {
+            self.device->wait(handle_or_current(stream, *self.device), self.handle());
+          },
+          py::arg("stream") = nullptr,
+          "Orders `stream` behind the event as recorded now; of no effect if it never was.")
+      .def(
+          "query", [](const BoundEvent& self) { return self.device->query(self.handle()); },
+          "True if the event has been reached, or was never recorded.")
+      .def(
+          "synchronize", [](const BoundEvent& self) { self.device->synchronize(self.handle()); },
+          py::call_guard<py::gil_scoped_release>(), "Blocks this thread until it is reached.")
+      .def(
+          "elapsed_time",
+          [](const BoundEvent& self, const BoundEvent& end) {
+            return self.device->elapsed_ms(self.handle(), end.handle());
+          },
+          py::arg("end"),
+          "Milliseconds from this event to `end`. Both must have been recorded and reached.");
+
+  stream.def_readonly("handle", &BoundStream::handle)
+      .def(
+          "wait_event",
+          [](const BoundStream& self, const BoundEvent& event) {
+            self.device->wait(self.handle, event.handle());
+          },
+          py::arg("event"))
+      .def(
+          "wait_stream",
+          [](const BoundStream& self, const BoundStream& other) {
+            const Event event(self.device);
+            self.device->record(event.handle(), other.handle);
+            self.device->wait(self.handle, event.handle());
+          },
+          py::arg("stream"), "Orders this stream behind all that is on the other one now.")
+      .def(
+          "record_event",
+          [](const BoundStream& self, std::optional<BoundEvent> event) {
+            if (!event) event = BoundEvent{self.device, std::make_shared<Event>(self.device)};
+            self.device->record(event->handle(), self.handle);
+            return *event;
+          },
+          py::arg("event") = py::none())
+      .def(
+          "query", [](const BoundStream& self) { return host_of(self)->query_stream(self.handle); },
+          "True if all work on the stream is done.")
+      .def(
+          "synchronize",
+          [](const BoundStream& self) { self.device->synchronize_stream(self.handle); },
+          py::call_guard<py::gil_scoped_release>(),
+          "Blocks this thread until all work on the stream is done.")
+      .def(
+          "__enter__",
+          [](BoundStream& self) -> BoundStream& {
+            const auto host = host_of(self);
+            self.outer.push_back(host->current_stream());
+            host->set_current_stream(self.handle);
+            return self;
+          },
+          py::return_value_policy::reference, "Makes it this thread's current stream.")
+      .def("__exit__", [](BoundStream& self, const py::args&) {
+        host_of(self)->set_current_stream(self.outer.back());
+        self.outer.pop_back();
+      });
+
+  py::class_<Stall>(module, "Stall", "Holds a stream until it is released, or forgotten.")
+      .def("release", &Stall::release);
+}
+
+}  // namespace
+
+void bind_devices(py::module_& module) {
+  bind_limits(module);
+  py::class_<BoundEvent> event(module, "Event",
+                               R"(A point in a stream. Any thread may use it.
+
+Recording it again does not move the waits already enqueued on it.)");
+  py::class_<BoundStream> stream(
+      module, "Stream",
+      R"(Work in the order in which it was enqueued. Any thread may use it.
+
+Destroyed, once its work is done, with the last reference to it.)");
+  bind_streams(module, event, stream);
+
+  py::class_<Device, std::shared_ptr<Device>>(module, "Device")
+      .def_property_readonly("name", &Device::name);
+  py::class_<HostDevice, Device, std::shared_ptr<HostDevice>>(
+      module, "HostDevice", R"(Host memory plays both tiers; streams are threads.
+
+A real asynchronous device with CUDA's ordering: whatever no stream and no event orders, races.
+Torch's own CPU operations are not on its streams: they run at once, on the thread that calls them.)")
+      .def(py::init([](std::optional<LinkModel> link, std::optional<CopyLimits> limits) {
+             return make_waiting<HostDevice>(link, limits.value_or(CopyLimits{}));
+           }),
+           py::kw_only(), py::arg("link") = py::none(), py::arg("limits") = py::none())
+      .def_property_readonly("link", &HostDevice::link)
+      .def_property_readonly("limits", &HostDevice::limits)
+      .def(
+          "current_stream",
+          [](const std::shared_ptr<HostDevice>& self) {
+            return BoundStream{self, self->current_stream(), nullptr, {}};
+          },
+          "This thread's current stream: the innermost `with stream:`, else the default one.")
+      .def("new_stream",
+           [](const std::shared_ptr<HostDevice>& self) {
+             auto owner = make_waiting<Stream>(self);
+             const StreamHandle handle = owner->handle();
+             return BoundStream{self, handle, std::move(owner), {}};
+           })
+      .def("new_event",
+           [](const std::shared_ptr<HostDevice>& self) {
+             return BoundEvent{self, std::make_shared<Event>(self)};
+           })
+      .def(
+          "copy",
+          [](HostDevice& self, const BoundStream& stream, std::uintptr_t dst, std::uintptr_t src,
+             std::size_t width, std::size_t height, std::size_t dst_pitch, std::size_t src_pitch) {
+            self.copy_on_device(stream.handle, {dst, src, width, height, dst_pitch, src_pitch});
+          },
+          py::arg("stream"), py::arg("dst"), py::arg("src"), py::arg("width"), py::kw_only(),
+          py::arg("height") = 1, py::arg("dst_pitch") = 0, py::arg("src_pitch") = 0,
+          R"(Enqueues a copy within the device, between two addresses; all sizes in bytes.
+
+Counted nowhere and slowed by no link. The memory must stay until it is done.)")
+      .def(
+          "fill",
+          [](HostDevice& self, const BoundStream& stream, std::uintptr_t dst, std::uint8_t value,
+             std::size_t size) { self.fill(stream.handle, dst, value, size); },
+          py::arg("stream"), py::arg("dst"), py::arg("value"), py::arg("size"),
+          "Enqueues setting `size` bytes from address `dst` on to `value`.")
+      .def(
+          "busy",
+          [](HostDevice& self, const BoundStream& stream, double microseconds) {
+            self.busy(stream.handle, microseconds);
+          },
+          py::arg("stream"), py::arg("microseconds"), "Occupies the stream as a kernel would.")
+      .def(
+          "stall",
+          [](HostDevice& self, const BoundStream& stream) {
+            return Stall(self.stall(stream.handle));
+          },
+          py::arg("stream"), "Holds the stream at this point until the returned stall is released.")
+      .def(
+          "synchronize", [](HostDevice& self) { self.synchronize(); },
+          py::call_guard<py::gil_scoped_release>(),
+          "Blocks this thread until all streams are done.")
+      .def(
+          "counters",
+          [](const HostDevice& self, const std::string& direction) {
+            return self.counters(direction_of(direction));
+          },
+          py::arg("direction"));
+}
+
+}  // namespace kvburst::bindings

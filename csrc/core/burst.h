@@ -1,0 +1,92 @@
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "core/burst_pages.h"
+#include "core/copy_plan.h"
+#include "core/device.h"
+
+namespace kvburst {
+
+enum class BurstState : std::uint8_t {
+  queued,  ///< handed over; its events do not stand for it yet
+  issued,  ///< every copy is on the stream and `finish` is recorded behind them
+  failed,  ///< `error` says why; what had been issued is ahead of `finish`
+};
+
+/// The one record of a transfer that planner, issuer, gate and ack act on.
+///
+/// Written by the thread that submits it until it is handed over, then by the issuer alone. Readers
+/// on other threads go through `state` and `issued`, which are stored with release order after what
+/// they announce.
+class Burst {
+ public:
+  /// `layers`: model layers of the gate; 0 for a burst nobody waits for layer by layer.
+  Burst(const std::shared_ptr<Device>& device, int layers);
+
+  std::int64_t id = -1;
+  Direction direction = Direction::load;
+  std::vector<std::int64_t> node_ids;
+  std::int64_t num_pages = 0;
+  PageLists pages;
+  CopyPlan plan;
+
+  /// Recorded on the submitter's stream; the copies are ordered behind it.
+  Event ready;
+  /// Around the copies, on the transfer stream.
+  Event start;
+  Event finish;
+
+  /// By model layer: its event in the gate slot is recorded.
+  std::vector<std::atomic<bool>> issued;
+  std::atomic<BurstState> state = BurstState::queued;
+  /// Of a failed burst: operation, group, node ids.
+  std::string error;
+
+  /// Copies handed to the device.
+  std::int64_t copies_issued = 0;
+  std::int64_t bytes_issued = 0;
+  /// Microseconds that the submitting thread spent in `submit`.
+  double caller_us = 0;
+
+  /// "load 17", for messages.
+  std::string title() const;
+  /// True once the burst is issued and its copies are done, or it has failed and those that had
+  /// been issued are done. Never true for a burst that still waits to be issued.
+  bool done() const;
+  /// Blocks the calling thread until `done`. The burst must be issued or failed.
+  void synchronize() const;
+  Device& device() const { return *device_; }
+
+  /// Makes the record ready for another transfer; its memory and events are kept.
+  void renew(std::int64_t new_id, Direction new_direction);
+
+ private:
+  std::shared_ptr<Device> device_;
+};
+
+/// Hands out bursts and takes their records back when the last reader lets go, so that steady state
+/// creates no events and allocates no page lists. Thread-safe; readers may outlive it.
+class BurstPool {
+ public:
+  BurstPool(std::shared_ptr<Device> device, int layers);
+
+  std::shared_ptr<Burst> take(std::int64_t id, Direction direction);
+
+ private:
+  struct Shelf {
+    std::mutex mutex;
+    std::vector<std::unique_ptr<Burst>> spare;
+  };
+
+  std::shared_ptr<Device> device_;
+  int layers_;
+  std::shared_ptr<Shelf> shelf_ = std::make_shared<Shelf>();
+};
+
+}  // namespace kvburst

@@ -1,0 +1,260 @@
+#include "host/host_device.h"
+
+#include <algorithm>
+#include <cmath>
+#include <utility>
+#include <vector>
+
+#include "core/error.h"
+#include "core/format.h"
+
+namespace kvburst {
+
+void LinkModel::check() const {
+  const auto refuse = [](const char* field, double value, const char* bound) {
+    throw LayoutError(text(field, ": ", value, " must be ", bound));
+  };
+  if (!std::isfinite(gigabytes_per_second) || gigabytes_per_second <= 0) {
+    refuse("gigabytes_per_second", gigabytes_per_second, "above 0");
+  }
+  if (!std::isfinite(issue_us) || issue_us < 0) refuse("issue_us", issue_us, "at least 0");
+  if (!std::isfinite(tall_issue_us) || tall_issue_us < 0) {
+    refuse("tall_issue_us", tall_issue_us, "at least 0");
+  }
+  if (queue_depth < 0) refuse("queue_depth", queue_depth, "at least 0");
+  if (!std::isfinite(byte_scale) || byte_scale <= 0) refuse("byte_scale", byte_scale, "above 0");
+}
+
+HostDevice::HostDevice(std::optional<LinkModel> link, CopyLimits limits)
+    : link_(link), limits_(limits) {
+  if (link_) link_->check();
+  limits_.check();
+  default_stream_ = create_stream();
+}
+
+HostDevice::~HostDevice() {
+  for (const auto& [handle, stream] : streams_) stream->finish();
+}
+
+StreamHandle HostDevice::create_stream() {
+  auto stream = std::make_shared<HostStream>(link_);
+  const std::lock_guard lock(mutex_);
+  const StreamHandle handle = next_handle_++;
+  streams_.emplace(handle, std::move(stream));
+  return handle;
+}
+
+void HostDevice::destroy_stream(StreamHandle handle) {
+  const std::shared_ptr<HostStream> stream = find_stream(handle);
+  {
+    const std::lock_guard lock(mutex_);
+    if (handle == default_stream_) throw DeviceError("stream: the default stream stays");
+    streams_.erase(handle);
+    std::erase_if(current_streams_, [&](const auto& entry) { return entry.second == handle; });
+  }
+  stream->finish();
+}
+
+EventHandle HostDevice::create_event() {
+  auto event = std::make_shared<HostEvent>();
+  const std::lock_guard lock(mutex_);
+  const EventHandle handle = next_handle_++;
+  events_.emplace(handle, std::move(event));
+  return handle;
+}
+
+void HostDevice::destroy_event(EventHandle handle) {
+  find_event(handle);
+  const std::lock_guard lock(mutex_);
+  events_.erase(handle);
+}
+
+StreamHandle HostDevice::current_stream() {
+  const std::lock_guard lock(mutex_);
+  const auto found = current_streams_.find(std::this_thread::get_id());
+  return found == current_streams_.end() ? default_stream_ : found->second;
+}
+
+void HostDevice::set_current_stream(StreamHandle stream) {
+  find_stream(stream);
+  const std::lock_guard lock(mutex_);
+  current_streams_[std::this_thread::get_id()] = stream;
+}
+
+std::shared_ptr<HostStream> HostDevice::find_stream(StreamHandle handle) const {
+  const std::lock_guard lock(mutex_);
+  const auto found = streams_.find(handle);
+  if (found == streams_.end()) {
+    throw DeviceError(text("stream: handle ", handle, " is not one of this device's ",
+                           streams_.size(), " streams"));
+  }
+  return found->second;
+}
+
+std::shared_ptr<HostDevice::HostEvent> HostDevice::find_event(EventHandle handle) const {
+  const std::lock_guard lock(mutex_);
+  const auto found = events_.find(handle);
+  if (found == events_.end()) {
+    throw DeviceError(
+        text("event: handle ", handle, " is not one of this device's ", events_.size(), " events"));
+  }
+  return found->second;
+}
+
+std::shared_ptr<Mark> HostDevice::HostEvent::renew() {
+  const std::lock_guard lock(mutex_);
+  // Reused if nobody else can still see it: only this event hands it out.
+  if (mark_ && mark_.use_count() == 1) {
+    mark_->rearm();
+  } else {
+    mark_ = std::make_shared<Mark>();
+  }
+  return mark_;
+}
+
+std::shared_ptr<Mark> HostDevice::HostEvent::mark() const {
+  const std::lock_guard lock(mutex_);
+  return mark_;
+}
+
+void HostDevice::record(EventHandle event, StreamHandle stream) {
+  const std::shared_ptr<HostStream> on = find_stream(stream);
+  on->push(HostStream::Reach{find_event(event)->renew()});
+}
+
+void HostDevice::wait(StreamHandle stream, EventHandle event) {
+  const std::shared_ptr<HostStream> on = find_stream(stream);
+  if (std::shared_ptr<Mark> mark = find_event(event)->mark()) {
+    on->push(HostStream::WaitFor{std::move(mark)});
+  }
+}
+
+bool HostDevice::query(EventHandle event) {
+  const std::shared_ptr<Mark> mark = find_event(event)->mark();
+  return !mark || mark->reached();
+}
+
+bool HostDevice::query_stream(StreamHandle stream) { return find_stream(stream)->idle(); }
+
+void HostDevice::synchronize(EventHandle event) {
+  if (const std::shared_ptr<Mark> mark = find_event(event)->mark()) mark->wait();
+}
+
+void HostDevice::synchronize_stream(StreamHandle stream) { find_stream(stream)->synchronize(); }
+
+void HostDevice::synchronize() {
+  std::vector<std::shared_ptr<HostStream>> streams;
+  {
+    const std::lock_guard lock(mutex_);
+    for (const auto& [handle, stream] : streams_) streams.push_back(stream);
+  }
+  for (const auto& stream : streams) stream->synchronize();
+}
+
+double HostDevice::elapsed_ms(EventHandle start, EventHandle end) {
+  const std::shared_ptr<Mark> from = find_event(start)->mark();
+  const std::shared_ptr<Mark> to = find_event(end)->mark();
+  if (!from || !to) throw DeviceError("elapsed time: an event that was never recorded");
+  if (!from->reached() || !to->reached()) {
+    throw DeviceError("elapsed time: an event that is not reached yet");
+  }
+  return static_cast<double>(to->wait() - from->wait()) / 1e6;
+}
+
+void HostDevice::check(const Copy& copy) const {
+  if (copy.width == 0 || copy.height == 0) {
+    throw DeviceError(
+        text("copy: ", copy.width, " bytes x ", copy.height, " rows, both must be at least 1"));
+  }
+  if (copy.height == 1) return;
+  if (!limits_.tall_copies) {
+    throw DeviceError(text("copy: ", copy.height, " rows, tall copies are switched off"));
+  }
+  for (const std::size_t pitch : {copy.dst_pitch, copy.src_pitch}) {
+    if (pitch < copy.width || pitch > limits_.max_pitch) {
+      throw DeviceError(text("copy: pitch ", pitch, " must be from the width ", copy.width,
+                             " to the maximum pitch ", limits_.max_pitch));
+    }
+  }
+}
+
+void HostDevice::copy(StreamHandle handle, Direction direction, std::span<const Copy> copies) {
+  const std::shared_ptr<HostStream> stream = find_stream(handle);
+  if (copies.empty() || copies.size() > limits_.copies_per_call) {
+    throw DeviceError(text("copy: ", copies.size(), " copies in a call, must be from 1 to ",
+                           limits_.copies_per_call));
+  }
+  std::int64_t bytes = 0;
+  for (const Copy& copy : copies) {
+    check(copy);
+    bytes += static_cast<std::int64_t>(copy.bytes());
+  }
+  Link& link = links_[static_cast<std::size_t>(direction)];
+  if (link_) {
+    issue_modelled(*stream, link, copies);
+  } else {
+    std::vector<Copy> work = stream->spare();
+    work.assign(copies.begin(), copies.end());
+    stream->push(HostStream::Copies{std::move(work), &link}, copies.size());
+  }
+  Counts& counts = counts_[static_cast<std::size_t>(direction)];
+  counts.calls += 1;
+  counts.copies += static_cast<std::int64_t>(copies.size());
+  counts.bytes += bytes;
+}
+
+/// Holds the caller for what the copies cost, as a driver does, a few at a time so that the first
+/// of them run while the last are being issued.
+void HostDevice::issue_modelled(HostStream& stream, Link& link, std::span<const Copy> copies) {
+  const std::size_t depth =
+      link_->queue_depth > 0 ? static_cast<std::size_t>(link_->queue_depth) : copies.size();
+  const std::size_t at_once = std::max<std::size_t>(depth / 4, 1);
+  while (!copies.empty()) {
+    const std::span<const Copy> part = copies.first(std::min(at_once, copies.size()));
+    copies = copies.subspan(part.size());
+    std::vector<Copy> work = stream.spare();
+    work.assign(part.begin(), part.end());
+    stream.push(HostStream::Copies{std::move(work), &link}, part.size());
+    const Time begin = now();
+    double cost_us = 0;
+    for (const Copy& copy : part) {
+      cost_us += copy.height > 1 ? link_->tall_issue_us : link_->issue_us;
+    }
+    const Time end = begin + static_cast<Time>(1000 * cost_us);
+    while (now() < end) {
+    }
+  }
+}
+
+CopyCounters HostDevice::counters(Direction direction) const {
+  const Counts& counts = counts_[static_cast<std::size_t>(direction)];
+  return {counts.calls, counts.copies, counts.bytes};
+}
+
+void HostDevice::copy_on_device(StreamHandle handle, const Copy& copy) {
+  check(copy);
+  const std::shared_ptr<HostStream> stream = find_stream(handle);
+  std::vector<Copy> work = stream->spare();
+  work.assign(1, copy);
+  stream->push(HostStream::Copies{std::move(work), nullptr});
+}
+
+void HostDevice::fill(StreamHandle stream, std::uintptr_t dst, std::uint8_t value,
+                      std::size_t size) {
+  find_stream(stream)->push(HostStream::Fill{dst, value, size});
+}
+
+void HostDevice::busy(StreamHandle stream, double microseconds) {
+  if (!std::isfinite(microseconds) || microseconds < 0) {
+    throw DeviceError(text("busy: ", microseconds, " microseconds must be at least 0"));
+  }
+  find_stream(stream)->push(HostStream::Busy{static_cast<Time>(1000 * microseconds)});
+}
+
+std::shared_ptr<Mark> HostDevice::stall(StreamHandle stream) {
+  auto mark = std::make_shared<Mark>();
+  find_stream(stream)->push(HostStream::WaitFor{mark});
+  return mark;
+}
+
+}  // namespace kvburst

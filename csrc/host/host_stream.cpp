@@ -1,0 +1,165 @@
+#include "host/host_stream.h"
+
+#include <algorithm>
+#include <chrono>
+#include <cstring>
+#include <utility>
+
+#include "host/streaming_copy.h"
+
+namespace kvburst {
+
+Time now() {
+  return std::chrono::duration_cast<std::chrono::nanoseconds>(
+             std::chrono::steady_clock::now().time_since_epoch())
+      .count();
+}
+
+void Mark::reach(Time time) {
+  const std::lock_guard lock(mutex_);
+  time_ = time;
+  changed_.notify_all();
+}
+
+bool Mark::reached() const {
+  const std::lock_guard lock(mutex_);
+  return time_.has_value();
+}
+
+Time Mark::wait() const {
+  std::unique_lock lock(mutex_);
+  changed_.wait(lock, [&] { return time_.has_value(); });
+  return *time_;
+}
+
+void Mark::rearm() {
+  const std::lock_guard lock(mutex_);
+  time_.reset();
+}
+
+Time Link::transfer(Time start, Time issue_begin, std::span<const Copy> copies,
+                    const LinkModel& model) {
+  const std::lock_guard lock(mutex_);
+  const double ns_per_byte = model.byte_scale / model.gigabytes_per_second;
+  auto issued = static_cast<double>(issue_begin);
+  auto done = static_cast<double>(std::max(start, free_at_));
+  for (const Copy& copy : copies) {
+    issued += 1000 * (copy.height > 1 ? model.tall_issue_us : model.issue_us);
+    done = std::max(done, issued) + static_cast<double>(copy.bytes()) * ns_per_byte;
+  }
+  free_at_ = static_cast<Time>(done);
+  return free_at_;
+}
+
+HostStream::HostStream(const std::optional<LinkModel>& model)
+    : model_(model), worker_([this] { run(); }) {}
+
+HostStream::~HostStream() { finish(); }
+
+void HostStream::finish() {
+  {
+    const std::lock_guard lock(mutex_);
+    finishing_ = true;
+  }
+  work_.notify_one();
+  if (worker_.joinable()) worker_.join();
+}
+
+void HostStream::push(Operation operation, std::size_t copies) {
+  {
+    std::unique_lock lock(mutex_);
+    if (model_ && model_->queue_depth > 0 && copies > 0) {
+      progress_.wait(lock, [&] {
+        return copies_outstanding_ == 0 ||
+               copies_outstanding_ + copies <= static_cast<std::size_t>(model_->queue_depth);
+      });
+    }
+    copies_outstanding_ += copies;
+    queue_.push_back({std::move(operation), now()});
+  }
+  work_.notify_one();
+}
+
+bool HostStream::idle() const {
+  const std::lock_guard lock(mutex_);
+  return queue_.empty() && !busy_;
+}
+
+void HostStream::synchronize() {
+  std::unique_lock lock(mutex_);
+  progress_.wait(lock, [&] { return queue_.empty() && !busy_; });
+}
+
+std::vector<Copy> HostStream::spare() {
+  const std::lock_guard lock(mutex_);
+  if (spare_.empty()) return {};
+  std::vector<Copy> copies = std::move(spare_.back());
+  spare_.pop_back();
+  return copies;
+}
+
+void HostStream::run() {
+  std::unique_lock lock(mutex_);
+  for (;;) {
+    work_.wait(lock, [&] { return finishing_ || !queue_.empty(); });
+    if (queue_.empty()) return;
+    Entry entry = std::move(queue_.front());
+    queue_.pop_front();
+    busy_ = true;
+    lock.unlock();
+
+    time_ = std::max(time_, entry.enqueued);
+    std::visit([&](const auto& work) { perform(work, entry.enqueued); }, entry.operation);
+
+    lock.lock();
+    busy_ = false;
+    if (auto* work = std::get_if<Copies>(&entry.operation)) {
+      copies_outstanding_ -= work->copies.size();
+      work->copies.clear();
+      spare_.push_back(std::move(work->copies));
+    }
+    progress_.notify_all();
+  }
+}
+
+void HostStream::perform(const Copies& work, Time enqueued) {
+  for (const Copy& copy : work.copies) {
+    for (std::size_t row = 0; row < copy.height; ++row) {
+      streaming_copy(reinterpret_cast<void*>(copy.dst + row * copy.dst_pitch),
+                     reinterpret_cast<const void*>(copy.src + row * copy.src_pitch), copy.width);
+    }
+  }
+  streaming_fence();
+  if (model_ && work.link) {
+    time_ = work.link->transfer(time_, enqueued, work.copies, *model_);
+    sleep_until(time_);
+  } else {
+    ended_now();
+  }
+}
+
+void HostStream::perform(const Fill& work, Time) {
+  std::memset(reinterpret_cast<void*>(work.dst), work.value, work.size);
+  ended_now();
+}
+
+void HostStream::perform(const Busy& work, Time) {
+  time_ += work.duration;
+  sleep_until(time_);
+}
+
+void HostStream::perform(const Reach& work, Time) { work.mark->reach(time_); }
+
+void HostStream::perform(const WaitFor& work, Time) { time_ = std::max(time_, work.mark->wait()); }
+
+/// With a link model only what is modelled takes time; without one, time is the clock's.
+void HostStream::ended_now() {
+  if (!model_) time_ = now();
+}
+
+void HostStream::sleep_until(Time time) const {
+  std::this_thread::sleep_until(
+      std::chrono::steady_clock::time_point(std::chrono::nanoseconds(time)));
+}
+
+}  // namespace kvburst

@@ -1,0 +1,340 @@
+"""Schedules bursts and keeps their acks, in the shape of SGLang's `HiCacheController`."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from kvburst._core import (
+    Burst,
+    BurstIssuer,
+    BurstPages,
+    HostDevice,
+    LayerGate,
+    LayoutError,
+    PageError,
+    PlanOptions,
+)
+from kvburst._indices import index_view
+from kvburst.acks import Ack, AckQueue
+from kvburst.layer_done import LayerDoneCounter
+from kvburst.page_allocator import PageAllocator
+from kvburst.pools import Pool
+
+
+@dataclass(frozen=True)
+class PoolTransfer:
+    """Pages of one pool that differ from those of the operation it comes with.
+
+    As many as the operation's; they are the caller's to keep until the ack is retired.
+    """
+
+    name: str
+    """Of any pool but the first."""
+    host_indices: torch.Tensor
+    device_indices: torch.Tensor
+
+
+class _Lane:
+    """One direction: pages are collected, submitted as a burst, and held until its ack retires."""
+
+    def __init__(
+        self,
+        issuer: BurstIssuer,
+        pages: BurstPages,
+        pool_names: Sequence[str],
+        device_allocator: PageAllocator,
+        host_allocator: PageAllocator,
+    ) -> None:
+        self.acks = AckQueue(self._retire)
+        self._issuer = issuer
+        self._pages = pages
+        self._pool_names = pool_names
+        self._tiers: tuple[tuple[Literal["device", "host"], PageAllocator], ...] = (
+            ("device", device_allocator),
+            ("host", host_allocator),
+        )
+        self._node_ids: list[int] = []
+        self._resets: list[int] = []
+        self._resets_of_burst: dict[int, list[int]] = {}
+
+    @property
+    def queued_pages(self) -> int:
+        return self._pages.num_pages
+
+    def add(
+        self,
+        device_indices: torch.Tensor,
+        host_indices: torch.Tensor,
+        node_id: int,
+        extra_pools: Sequence[PoolTransfer],
+    ) -> None:
+        """Queue whole pages; all of them or none."""
+        before = self._pages.num_pages
+        own = [
+            (
+                extra.name,
+                index_view(f"{extra.name} device_indices", extra.device_indices),
+                index_view(f"{extra.name} host_indices", extra.host_indices),
+            )
+            for extra in extra_pools
+        ]
+        added = self._pages.append(
+            device=index_view("device_indices", device_indices),
+            host=index_view("host_indices", host_indices),
+            own=own,
+        )
+        if added == 0:
+            return
+        try:
+            self._hold(before)
+        except PageError:
+            self._pages.truncate(before)
+            raise
+        self._node_ids.append(node_id)
+
+    def _hold(self, first: int) -> None:
+        resets = []
+        for tier, allocator in self._tiers:
+            try:
+                resets.append(allocator.hold(self._pages, tier=tier, first=first))
+            except PageError:
+                for (held_tier, held), reset in zip(self._tiers, resets, strict=False):
+                    held.release(self._pages, tier=held_tier, reset=reset, first=first)
+                raise
+        self._resets = resets
+
+    def submit(self, device: HostDevice, page_size: int) -> Burst | None:
+        """Hand what is queued over as one burst; None if nothing is."""
+        burst = self._issuer.submit(self._pages, self._node_ids, stream=device.current_stream())
+        if burst is None:
+            return None
+        self._node_ids = []
+        self._resets_of_burst[burst.id] = self._resets
+        tokens = burst.num_pages * page_size
+        self.acks.append(Ack(burst, tokens, dict.fromkeys(self._pool_names, tokens)))
+        return burst
+
+    def _retire(self, ack: Ack) -> None:
+        resets = self._resets_of_burst.pop(ack.burst.id)
+        for (tier, allocator), reset in zip(self._tiers, resets, strict=True):
+            allocator.release(ack.burst, tier=tier, reset=reset)
+
+    def reset(self) -> None:
+        """Drop what is queued, wait for what is under way, retire it."""
+        if self._pages.num_pages > 0:
+            for (tier, allocator), reset in zip(self._tiers, self._resets, strict=True):
+                allocator.release(self._pages, tier=tier, reset=reset, first=0)
+            self._pages.truncate(0)
+        self._node_ids = []
+        self._issuer.drain()
+        self.acks.clear()
+
+
+class BurstController:
+    """Moves pages between the tiers in bursts, for a cache that decides which.
+
+    `write` and `load` allocate on the other tier and return its slots; what they queue leaves as one
+    burst at `start_writing` and `start_loading`. All pools move the same pages, but for those given
+    their own (`PoolTransfer`). A forward waits for a load layer by layer (`layer_done_counter`), the
+    cache for its ack. Until an ack is retired, the burst's pages on both tiers stay reserved, even if
+    their owner frees them.
+
+    pools: the first is the one whose pages `write` and `load` are given; all of one page size.
+    device: where streams, events and copies come from.
+    device_allocator, host_allocator: the tiers' pages; shared with the cache, of the scheduler
+        thread.
+    options: how bursts are cut into copies.
+    check: "slots" reads every index, "pages" only the first of each page.
+    gate_slots: loads that may be under way at a time.
+
+    All methods belong to the scheduler thread. Index tensors are CPU tensors of int32 or int64, one
+    token slot an element, whole pages; they are copied, and may be reused or freed as soon as a call
+    returns. Bad ones raise PageError, and nothing has moved or been allocated.
+    """
+
+    def __init__(
+        self,
+        pools: Sequence[Pool],
+        device: HostDevice,
+        *,
+        device_allocator: PageAllocator,
+        host_allocator: PageAllocator,
+        options: PlanOptions | None = None,
+        check: Literal["pages", "slots"] = "pages",
+        gate_slots: int = 3,
+    ) -> None:
+        if not pools:
+            raise LayoutError("pools: 0 pools, at least 1 is needed")
+        self.pools = tuple(pools)
+        self.device = device
+        self.device_allocator = device_allocator
+        self.host_allocator = host_allocator
+        self.page_size = self._common_page_size()
+        self._check_capacities()
+
+        options = PlanOptions() if options is None else options
+        layouts = [pool.layout for pool in pools]
+        self._gate = LayerGate(device, layouts, slots=gate_slots)
+        def lane(direction: Literal["backup", "load"], gate: LayerGate | None) -> _Lane:
+            return _Lane(
+                BurstIssuer(device, layouts, direction=direction, gate=gate, options=options),
+                BurstPages(layouts, direction=direction, page_size=self.page_size, check=check),
+                [pool.name for pool in pools],
+                device_allocator,
+                host_allocator,
+            )
+
+        self._backups = lane("backup", None)
+        self._loads = lane("load", self._gate)
+        self.layer_done_counter = LayerDoneCounter(self._gate, device)
+
+    def _common_page_size(self) -> int:
+        page_size = self.pools[0].page_size
+        sizes = [(f"pool '{pool.name}'", pool.page_size) for pool in self.pools]
+        sizes += [(a.name, a.page_size) for a in (self.device_allocator, self.host_allocator)]
+        for name, size in sizes:
+            if size != page_size:
+                raise LayoutError(
+                    f"{name}: page_size {size} must be {page_size}, that of "
+                    f"pool '{self.pools[0].name}'"
+                )
+        return page_size
+
+    def _check_capacities(self) -> None:
+        for pool in self.pools:
+            for allocator, pages in (
+                (self.device_allocator, pool.layout.device_pages),
+                (self.host_allocator, pool.layout.host_pages),
+            ):
+                if allocator.pages > pages:
+                    raise LayoutError(
+                        f"{allocator.name}: {allocator.pages} pages, but pool '{pool.name}' "
+                        f"has {pages}"
+                    )
+
+    # --- backups ---------------------------------------------------------------------------
+
+    def write(
+        self,
+        device_indices: torch.Tensor,
+        priority: int | None = None,
+        node_id: int = -1,
+        extra_pools: Sequence[PoolTransfer] = (),
+    ) -> torch.Tensor | None:
+        """Back up pages, at once: returns their slots on the host, or None if it is full.
+
+        `priority` is accepted for SGLang's sake: all that is queued leaves together. No pages: an
+        empty tensor, no burst and no ack.
+        """
+        self._check_length("device_indices", device_indices)
+        host_indices = self.host_allocator.alloc(device_indices.numel())
+        if host_indices is None:
+            return None
+        try:
+            self._backups.add(device_indices, host_indices, node_id, extra_pools)
+        except PageError:
+            self.host_allocator.free(host_indices)
+            raise
+        self.start_writing()
+        return host_indices
+
+    def start_writing(self) -> None:
+        """Submit queued backups as one burst, behind what is on the current stream."""
+        self._backups.submit(self.device, self.page_size)
+
+    # --- loads -----------------------------------------------------------------------------
+
+    def load(
+        self,
+        host_indices: torch.Tensor,
+        priority: int | None = None,
+        node_id: int = -1,
+        extra_pools: Sequence[PoolTransfer] = (),
+    ) -> torch.Tensor | None:
+        """Queue pages to load: returns their slots on the device, or None if it is full.
+
+        They are on their way after `start_loading`. No pages: an empty tensor, and nothing queued.
+        """
+        self._check_length("host_indices", host_indices)
+        device_indices = self.device_allocator.alloc(host_indices.numel())
+        if device_indices is None:
+            return None
+        try:
+            self._loads.add(device_indices, host_indices, node_id, extra_pools)
+        except PageError:
+            self.device_allocator.free(device_indices)
+            raise
+        return device_indices
+
+    def start_loading(self) -> int:
+        """Submit queued loads as one burst, behind what is on the current stream.
+
+        Returns its id, for `layer_done_counter`, or -1 if nothing is queued. Blocks while all gate
+        slots are taken by loads that still copy; `has_free_load_back_slot` says whether it would on
+        any rank.
+        """
+        if self._loads.queued_pages == 0:
+            return -1
+        burst_id = self.layer_done_counter.update_producer()
+        burst = self._loads.submit(self.device, self.page_size)
+        assert burst is not None
+        assert burst.id == burst_id
+        return burst_id
+
+    def is_load_back_event_done(self, burst_id: int) -> bool:
+        """Whether all of a load is in place; true for a negative id. Raises BurstError if it failed."""
+        return burst_id < 0 or self._gate.is_done(burst_id)
+
+    def has_free_load_back_slot(self) -> bool:
+        """Whether another load may be started; the same on every rank.
+
+        Counts acks, which every rank retires alike, and never local events.
+        """
+        return len(self.ack_load_queue) < self.layer_done_counter.num_counters
+
+    # --- acks ------------------------------------------------------------------------------
+
+    @property
+    def ack_write_queue(self) -> AckQueue:
+        return self._backups.acks
+
+    @property
+    def ack_load_queue(self) -> AckQueue:
+        return self._loads.acks
+
+    def poll(self) -> list[Ack]:
+        """Retire the acks of complete bursts, oldest first, backups before loads; never blocks."""
+        return self.ack_write_queue.retire_complete() + self.ack_load_queue.retire_complete()
+
+    def has_inflight_device_transfers(self) -> bool:
+        """Whether queued or unretired transfers still use pages."""
+        return bool(
+            self._backups.queued_pages
+            or self._loads.queued_pages
+            or self.ack_write_queue
+            or self.ack_load_queue
+        )
+
+    # --- lifecycle -------------------------------------------------------------------------
+
+    def reset(self) -> None:
+        """Forget what is queued, wait for what is under way and retire it. Blocks.
+
+        Page ownership is untouched: what `load` allocated for queued pages is still the caller's to
+        free.
+        """
+        self._backups.reset()
+        self._loads.reset()
+        self.layer_done_counter.reset()
+
+    def stop(self) -> None:
+        """Wait for what is under way. May be called again; the controller remains usable."""
+        self.reset()
+
+    def _check_length(self, name: str, indices: torch.Tensor) -> None:
+        if indices.numel() % self.page_size != 0:
+            raise PageError(
+                f"{name}: {indices.numel()} slots is not a multiple of page_size {self.page_size}"
+            )

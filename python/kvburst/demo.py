@@ -1,0 +1,525 @@
+"""The main job as an experiment: pages go to the host and come back while a forward runs.
+
+Random pages are backed up, the device is scribbled over, and the pages are loaded back to other
+places while a stand-in forward waits for each layer and takes a snapshot of it right after its
+wait. At the end every byte is compared: of the snapshots, which is what a forward would have read;
+of both tiers; and of pages that nobody was to touch. ``demo_report`` shows what came out.
+"""
+
+import dataclasses
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from kvburst._core import CopyLimits, Event, HostDevice, KVBurstError, PlanOptions, Stream
+from kvburst.controller import Ack, BurstController
+from kvburst.demo_options import DemoOptions, Groups
+from kvburst.geometries import Geometry, geometry
+from kvburst.host_memory import GIB, allocate_host, memory_budget
+from kvburst.links import LINKS
+from kvburst.page_allocator import PageAllocator
+from kvburst.pools import DevicePool, HostPool, Pool
+
+Direction = Literal["backup", "load"]
+Place = Literal["snapshot", "device", "host"]
+
+SCRIBBLE = 0xAA
+HOST_CANARY = 0xC5
+# With a link model the time is modelled and only the bytes are real; rows this much smaller keep
+# the machine's own memory from being slower than the link it plays.
+MODELLED_ROW_SCALE = 32
+
+# Told the name of the step that one unit of work belongs to, when that unit is done.
+Tick = Callable[[str], None]
+
+
+# --- what comes out ------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Mismatch:
+    """A page of one layer with wrong bytes: where it was seen, and its first wrong byte."""
+
+    seen_in: Place
+    pool: str
+    layer: int
+    page: int
+    wrong_bytes: int
+    byte: int
+    expected: int
+    found: int
+
+    def __str__(self) -> str:
+        return (
+            f"{self.seen_in}: pool {self.pool!r}, layer {self.layer}, page {self.page}:"
+            f" {self.wrong_bytes} bytes differ, the first at {self.byte}:"
+            f" {self.found:#04x} instead of {self.expected:#04x}"
+        )
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """One burst. ``copies``, ``calls`` and ``bytes_moved`` are counted inside the device;
+    ``bytes`` are the geometry's, which is what a link model charges."""
+
+    direction: Direction
+    calls: int
+    copies: int
+    one_per_page_and_layer: int
+    bytes: int
+    bytes_moved: int
+    caller_us: float
+    copying_ms: float
+    fallbacks: dict[str, int]
+
+    @property
+    def gbps(self) -> float:
+        """10^9 bytes a second, from the first copy's start to the last one's end."""
+        return self.bytes / self.copying_ms / 1e6
+
+
+@dataclass(frozen=True)
+class Span:
+    """Something that went on from ``start`` to ``end``, in milliseconds from the hand-over."""
+
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """The load-back and the forward, on one clock.
+
+    On the scheduler's thread the hand-over (``load`` and ``start_loading``) and the launch of the
+    forward; on the transfer stream the copies; on the forward's stream, one for each layer, the
+    wait at the gate and the layer itself.
+    """
+
+    hand_over: Span
+    launch: Span
+    copying: Span
+    stalls: tuple[Span, ...]
+    layers: tuple[Span, ...]
+
+    @property
+    def end(self) -> float:
+        """When the last of it was over, in milliseconds."""
+        return max(self.launch.end, self.copying.end, self.layers[-1].end)
+
+
+@dataclass(frozen=True)
+class DemoResult:
+    """What one run did, how long it took, and whether every byte was right.
+
+    ``stalls_ms`` is the time that the forward's stream waited at its layers, ``forward_ms`` its
+    length with them. ``row_scale`` is how many times smaller the rows in memory are than the
+    geometry's. ``checked_bytes`` counts what was compared.
+    """
+
+    options: DemoOptions
+    geometry: Geometry
+    device_pages: int
+    held_device_pages: int
+    host_pages: int
+    row_scale: int
+    backup: Transfer
+    load: Transfer
+    grouped_ms: float
+    stalls_ms: float
+    forward_ms: float
+    timeline: Timeline
+    checked_bytes: int
+    mismatches: tuple[Mismatch, ...]
+
+    @property
+    def bit_exact(self) -> bool:
+        return not self.mismatches
+
+    @property
+    def simulated(self) -> bool:
+        """Whether a link model made the times."""
+        return self.options.link is not None
+
+    @property
+    def overlap_ratio(self) -> float:
+        """The part of the copies' time that cost nobody anything: 1 - (caller + stalls) / copies,
+        within 0 and 1."""
+        paid = self.load.caller_us / 1e3 + self.stalls_ms
+        return min(1.0, max(0.0, 1 - paid / self.load.copying_ms))
+
+
+# --- the experiment ------------------------------------------------------------------------
+
+
+def num_ticks(options: DemoOptions) -> int:
+    """How often ``Demo.run`` calls ``tick``."""
+    return 2 * sum(len(pool.layer_ids) for pool in geometry(options.geometry).pools) + 4
+
+
+class Demo:
+    """One run, step by step: ``fill``, ``back_up``, ``rehearse``, ``scribble``,
+    ``load_under_forward``, ``compare``, in this order and each once; ``run`` takes them all.
+
+    Holds all memory of the run, about 6 times the bytes of the pages. Of one thread. Each step
+    blocks until its work is done.
+    """
+
+    def __init__(self, options: DemoOptions, tick: Tick = lambda step: None) -> None:
+        self.options = options
+        self.geometry = geometry(options.geometry)
+        self.row_scale = 1 if options.link is None else MODELLED_ROW_SCALE
+        self.device_pages = options.device_pages or 2 * options.pages + _spare(options.pages)
+        self.host_pages = options.pages + _spare(options.pages)
+        self._tick = tick
+        self._random = torch.Generator().manual_seed(options.seed)
+
+        real = _scaled(self.geometry, self.row_scale)
+        self._byte_scale = self.geometry.bytes_per_page / real.bytes_per_page
+        self._check_memory(real)
+        self.pools = tuple(self._new_pool(real, number) for number in range(len(real.pools)))
+        self._snapshots = tuple(
+            allocate_host(
+                len(pool.device.layers) * pool.device.pages * pool.device.page_bytes
+            ).view(len(pool.device.layers), pool.device.pages, pool.device.page_bytes)
+            for pool in self.pools
+        )
+        page_size = real.page_size
+        self._device_allocator = PageAllocator(
+            name="device", pages=self.device_pages, page_size=page_size, order="lifo"
+        )
+        self._host_allocator = PageAllocator(
+            name="host", pages=self.host_pages, page_size=page_size, order="fifo"
+        )
+        for allocator in (self._device_allocator, self._host_allocator):
+            self._scatter(allocator)
+        # Other requests' pages, which keep what they hold through all of it.
+        self._held = self._take(self.device_pages - 2 * options.pages)
+        self._sources = self._take(options.pages)
+
+        self.device = self._new_device(options.groups)
+        self.controller = self._new_controller(self.device, options.groups)
+
+    def run(self) -> DemoResult:
+        """All steps. Does not raise for wrong bytes: see ``DemoResult.mismatches``."""
+        try:
+            self.fill()
+            backup = self.back_up()
+            grouped_ms, snapshots_ms = self.rehearse()
+            self.scribble()
+            layers = self.geometry.num_layers
+            compute_ms = max(0.0, self.options.forward * grouped_ms - snapshots_ms) / layers
+            load, timeline = self.load_under_forward(compute_ms)
+            mismatches = tuple(self.compare())
+        finally:
+            self.controller.stop()
+        return DemoResult(
+            options=self.options,
+            geometry=self.geometry,
+            device_pages=self.device_pages,
+            held_device_pages=self.device_pages - 2 * self.options.pages,
+            host_pages=self.host_pages,
+            row_scale=self.row_scale,
+            backup=backup,
+            load=load,
+            grouped_ms=grouped_ms,
+            stalls_ms=sum(span.end - span.start for span in timeline.stalls),
+            forward_ms=timeline.layers[-1].end - timeline.stalls[0].start,
+            timeline=timeline,
+            checked_bytes=sum(
+                2 * snapshot.numel() + pool.host.tensor.numel()
+                for pool, snapshot in zip(self.pools, self._snapshots, strict=True)
+            ),
+            mismatches=mismatches,
+        )
+
+    def fill(self) -> None:
+        """Random bytes in every device page, canary bytes in every host page."""
+        for number, pool in enumerate(self.pools):
+            pool.host.tensor.fill_(HOST_CANARY)
+            for position in range(len(pool.device.layers)):
+                _device_pages(pool, position).copy_(self._original(number, position))
+                self._tick("filling the pools with random bytes")
+
+    def back_up(self) -> Transfer:
+        """The source pages go to the host."""
+        begin = time.perf_counter_ns()
+        host = self.controller.write(self._sources, node_id=1)
+        caller_us = (time.perf_counter_ns() - begin) / 1e3
+        if host is None:
+            raise KVBurstError(f"backup: no room for {self.options.pages} host pages")
+        self._host = host
+        ack = self.controller.ack_write_queue[-1]
+        ack.finish_event.synchronize()
+        transfer = self._transfer("backup", ack, caller_us)
+        self.controller.poll()
+        self._tick("backing up")
+        return transfer
+
+    def rehearse(self) -> tuple[float, float]:
+        """Milliseconds that the grouped copies of the load take, and those of all snapshots: the
+        length of the forward is set by the one and contains the other."""
+        device = self._new_device("ramp")
+        controller = self._new_controller(device, "ramp")
+        targets = controller.load(self._host)
+        controller.start_loading()
+        if targets is None:
+            raise KVBurstError(f"load: no room for {self.options.pages} device pages")
+        ack = controller.ack_load_queue[-1]
+        ack.finish_event.synchronize()
+        grouped_ms = ack.start_event.elapsed_time(ack.finish_event)
+        controller.poll()
+        self._device_allocator.free(targets)
+
+        stream = device.new_stream()
+        begin, end = device.new_event(), device.new_event()
+        begin.record(stream)
+        for layer in range(self.geometry.num_layers):
+            self._take_snapshot(device, stream, layer)
+        end.record(stream)
+        end.synchronize()
+        controller.stop()
+        self._tick("rehearsing")
+        return grouped_ms, begin.elapsed_time(end)
+
+    def scribble(self) -> None:
+        """Every device page loses its bytes, but for those that others hold."""
+        lost = torch.ones(self.device_pages, dtype=torch.bool)
+        lost[self._pages(self._held)] = False
+        for pool, snapshot in zip(self.pools, self._snapshots, strict=True):
+            for position in range(len(pool.device.layers)):
+                _device_pages(pool, position)[lost] = SCRIBBLE
+            snapshot.zero_()
+        self._tick("scribbling over the device")
+
+    def load_under_forward(self, compute_ms: float) -> tuple[Transfer, Timeline]:
+        """The pages come back to other places; a forward of ``compute_ms`` a layer, snapshots not
+        counted, waits for each layer before it reads it."""
+        device, controller = self.device, self.controller
+        forward, watcher = device.new_stream(), device.new_stream()
+        origin, copied = device.new_event(), device.new_event()
+        layers = range(self.geometry.num_layers)
+        arrived = [device.new_event() for _ in layers]
+        passed = [device.new_event() for _ in layers]
+        done = [device.new_event() for _ in layers]
+
+        origin.record(forward)
+        begin = time.perf_counter_ns()
+        targets = controller.load(self._host, node_id=1)
+        burst = controller.start_loading()
+        handed_over = time.perf_counter_ns()
+        if targets is None:
+            raise KVBurstError(f"load: no room for {self.options.pages} device pages")
+        self._targets = targets
+        ack = controller.ack_load_queue[-1]
+
+        gate = controller.layer_done_counter
+        launch = time.perf_counter_ns()
+        with forward:
+            gate.set_consumer(burst)
+            for layer in layers:
+                arrived[layer].record()
+                gate.wait_until(layer)
+                passed[layer].record()
+                self._take_snapshot(device, forward, layer)
+                device.busy(forward, 1e3 * compute_ms)
+                done[layer].record()
+        launched = time.perf_counter_ns()
+        ack.finish_event.wait(watcher)
+        copied.record(watcher)
+        device.synchronize()
+
+        transfer = self._transfer("load", ack, (handed_over - begin) / 1e3)
+        controller.poll()
+        self._tick("loading back under a forward")
+
+        def since(event: Event) -> float:
+            return origin.elapsed_time(event)
+
+        return transfer, Timeline(
+            hand_over=Span(0.0, (handed_over - begin) / 1e6),
+            launch=Span((launch - begin) / 1e6, (launched - begin) / 1e6),
+            copying=Span(since(copied) - transfer.copying_ms, since(copied)),
+            stalls=tuple(
+                Span(since(before), since(after))
+                for before, after in zip(arrived, passed, strict=True)
+            ),
+            layers=tuple(
+                Span(since(before), since(after))
+                for before, after in zip(passed, done, strict=True)
+            ),
+        )
+
+    def compare(self) -> Iterator[Mismatch]:
+        """Every byte of the snapshots, the device and the host against what it must be."""
+        held = self._pages(self._held)
+        sources, targets = self._pages(self._sources), self._pages(self._targets)
+        host_pages = self._pages(self._host)
+        for number, pool in enumerate(self.pools):
+            for position, layer in enumerate(pool.device.layer_ids):
+                original = self._original(number, position)
+                device = torch.full_like(original, SCRIBBLE)
+                device[held] = original[held]
+                device[targets] = original[sources]
+                host = torch.full((self.host_pages, pool.device.page_bytes), HOST_CANARY).byte()
+                host[host_pages] = original[sources]
+                snapshot = self._snapshots[number][position]
+                on_device, on_host = _device_pages(pool, position), _host_pages(pool, position)
+                yield from _mismatches("snapshot", pool.name, layer, device, snapshot)
+                yield from _mismatches("device", pool.name, layer, device, on_device)
+                yield from _mismatches("host", pool.name, layer, host, on_host)
+                self._tick("comparing every byte")
+
+    # --- parts ---------------------------------------------------------------------------
+
+    def _new_device(self, groups: Groups) -> HostDevice:
+        name = self.options.link
+        return HostDevice(
+            link=None if name is None else LINKS[name].model(self._byte_scale),
+            limits=CopyLimits(tall_copies=groups != "none"),
+        )
+
+    def _new_controller(self, device: HostDevice, groups: Groups) -> BurstController:
+        options = PlanOptions(
+            ramp=groups == "ramp",
+            merge_neighbours=groups != "none",
+            chunk_pages=self.options.chunk_pages,
+        )
+        return BurstController(
+            self.pools,
+            device,
+            device_allocator=self._device_allocator,
+            host_allocator=self._host_allocator,
+            options=options,
+            check="slots",
+        )
+
+    def _new_pool(self, real: Geometry, number: int) -> Pool:
+        device = DevicePool.allocate(
+            real.pools[number],
+            pages=self.device_pages,
+            page_size=real.page_size,
+            one_allocation=self.options.one_allocation,
+        )
+        host = HostPool.allocate(device, pages=self.host_pages, layout=self.options.layout)
+        return Pool.pair(device, host)
+
+    def _check_memory(self, real: Geometry) -> None:
+        needed = real.bytes_per_page * (2 * self.device_pages + self.host_pages)
+        budget = memory_budget()
+        if needed > budget.nbytes:
+            raise KVBurstError(
+                f"--pages: {self.options.pages} pages of {self.options.geometry} need"
+                f" {needed / GIB:.1f} GiB on both tiers and for snapshots, above the"
+                f" {budget.nbytes / GIB:.1f} GiB of host memory that may be taken"
+            )
+
+    def _scatter(self, allocator: PageAllocator) -> None:
+        """Leaves the free list in random order, as a long-running server does."""
+        pages, size = allocator.pages, allocator.page_size
+        everything = allocator.alloc(pages * size)
+        if everything is None:
+            raise KVBurstError(f"{allocator.name}: {pages} pages are not all free")
+        order = torch.randperm(pages, generator=self._random)
+        allocator.free(everything.view(pages, size)[order].flatten())
+
+    def _take(self, pages: int) -> torch.Tensor:
+        slots = self._device_allocator.alloc(pages * self.geometry.page_size)
+        if slots is None:
+            raise KVBurstError(f"device: {pages} pages are not free")
+        return slots
+
+    def _pages(self, slots: torch.Tensor) -> torch.Tensor:
+        return slots[:: self.geometry.page_size] // self.geometry.page_size
+
+    def _original(self, number: int, position: int) -> torch.Tensor:
+        """What ``fill`` puts into a layer, ``[pages, page_bytes]``: made anew from the seed, so
+        that nothing has to be kept."""
+        device = self.pools[number].device
+        nbytes = device.pages * device.page_bytes
+        seed = (self.options.seed * 64 + number) * 4096 + position
+        words = torch.empty(-(-nbytes // 8), dtype=torch.int64)
+        words.random_(-(1 << 63), None, generator=torch.Generator().manual_seed(seed))
+        return words.view(torch.uint8)[:nbytes].view(device.pages, device.page_bytes)
+
+    def _take_snapshot(self, device: HostDevice, stream: Stream, layer: int) -> None:
+        """Enqueues a copy of the layer, all its device pages, in every pool that has it."""
+        for pool, snapshot in zip(self.pools, self._snapshots, strict=True):
+            if layer in pool.device.layer_ids:
+                position = pool.device.layer_ids.index(layer)
+                target = snapshot[position]
+                device.copy(
+                    stream,
+                    target.data_ptr(),
+                    pool.device.layers[position].data_ptr(),
+                    target.numel(),
+                )
+
+    def _transfer(self, direction: Direction, ack: Ack, caller_us: float) -> Transfer:
+        counted = self.device.counters(direction)
+        layers = sum(len(pool.device.layers) for pool in self.pools)
+        return Transfer(
+            direction=direction,
+            calls=counted.calls,
+            copies=counted.copies,
+            one_per_page_and_layer=self.options.pages * layers,
+            bytes=self.options.pages * self.geometry.bytes_per_page,
+            bytes_moved=counted.bytes,
+            caller_us=caller_us,
+            copying_ms=ack.start_event.elapsed_time(ack.finish_event),
+            fallbacks=dict(ack.burst.fallbacks),
+        )
+
+
+def _spare(pages: int) -> int:
+    """Pages beyond those that move: what must not change."""
+    return max(1, pages // 4)
+
+
+def _scaled(full: Geometry, row_scale: int) -> Geometry:
+    """The same pools with rows ``row_scale`` times smaller, rounded, of at least a byte."""
+    return dataclasses.replace(
+        full,
+        pools=tuple(
+            dataclasses.replace(pool, row_bytes=max(1, round(pool.row_bytes / row_scale)))
+            for pool in full.pools
+        ),
+    )
+
+
+def _device_pages(pool: Pool, position: int) -> torch.Tensor:
+    return pool.device.layers[position].view(pool.device.pages, pool.device.page_bytes)
+
+
+def _host_pages(pool: Pool, position: int) -> torch.Tensor:
+    row = pool.host.rows[position]
+    assert row is not None  # the demo stores every layer
+    tensor = pool.host.tensor
+    return tensor[row] if pool.host.layout == "layer_first" else tensor[:, row]
+
+
+def _mismatches(
+    seen_in: Place,
+    pool: str,
+    layer: int,
+    expected: torch.Tensor,
+    found: torch.Tensor,
+) -> Iterator[Mismatch]:
+    if torch.equal(expected, found):
+        return
+    differs = expected != found
+    for page in differs.any(dim=1).nonzero().flatten().tolist():
+        wrong = differs[page].nonzero().flatten()
+        byte = int(wrong[0])
+        yield Mismatch(
+            seen_in=seen_in,
+            pool=pool,
+            layer=layer,
+            page=page,
+            wrong_bytes=len(wrong),
+            byte=byte,
+            expected=int(expected[page, byte]),
+            found=int(found[page, byte]),
+        )

@@ -1,0 +1,56 @@
+"""What ``kvburst demo`` is asked to do. Apart from the demo itself, so that the command line knows
+the names and the defaults without importing torch."""
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from kvburst._core import KVBurstError
+from kvburst.links import LinkName
+
+Layout = Literal["page_first_direct", "layer_first"]
+Groups = Literal["ramp", "neighbours", "none"]
+Mode = Literal["inline"]
+
+MAX_SEED = (1 << 32) - 1
+
+
+@dataclass(frozen=True)
+class DemoOptions:
+    """Sizes are in pages. ``device_pages`` 0 leaves them to the demo, ``chunk_pages`` 0 is no
+    bound, ``link`` None is this machine's own memory. ``forward`` is a multiple of the time that
+    the grouped copies of the load take.
+
+    Raises ``KVBurstError`` naming the command's option, the value and the bound.
+    """
+
+    geometry: str = "mla-dsa-78"
+    pages: int = 32
+    device_pages: int = 0
+    layout: Layout = "page_first_direct"
+    one_allocation: bool = True
+    groups: Groups = "ramp"
+    mode: Mode = "inline"
+    link: LinkName | None = None
+    forward: float = 3.0
+    chunk_pages: int = 0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        _check_at_least("--pages", self.pages, 1)
+        _check_at_least("--chunk-pages", self.chunk_pages, 0)
+        _check_at_least("--seed", self.seed, 0)
+        if self.seed > MAX_SEED:
+            raise KVBurstError(f"--seed: {self.seed} is above {MAX_SEED}")
+        if self.device_pages != 0 and self.device_pages <= 2 * self.pages:
+            raise KVBurstError(
+                f"--device-pages: {self.device_pages} is not above {2 * self.pages}, twice --pages:"
+                " pages come back to other places than they left, and some are left alone"
+            )
+        if not math.isfinite(self.forward) or self.forward < 0:
+            raise KVBurstError(f"--forward: {self.forward} is not a number of at least 0")
+
+
+def _check_at_least(option: str, value: int, bound: int) -> None:
+    if value < bound:
+        raise KVBurstError(f"{option}: {value} is below {bound}")

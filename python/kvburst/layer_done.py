@@ -1,0 +1,102 @@
+"""The gate as a forward sees it: SGLang's `LayerDoneCounter`, with burst ids for indices."""
+
+from dataclasses import dataclass
+
+from kvburst._core import BurstEvent, HostDevice, LayerGate, Stream
+
+
+class ReachedEvent:
+    """The event of a burst that was complete before its gate slot was handed on."""
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        pass
+
+    def wait(self, stream: Stream | None = None) -> None:
+        pass
+
+
+@dataclass(frozen=True)
+class LayerLoadingEvent:
+    """The layers of one load. A view: it names its burst and never sees a newer one's events."""
+
+    burst: int
+    _gate: LayerGate
+    _device: HostDevice
+
+    def wait(self, layer_index: int, stream: Stream | None = None) -> None:
+        """Order `stream` (default: the current one) behind the layer, every pool's part of it.
+
+        Blocks the calling thread only while the layer has not been issued. Raises BurstError if the
+        burst failed. A layer that no pool stores is there at once.
+        """
+        self._gate.wait(self.burst, layer_index, stream or self._device.current_stream())
+
+    @property
+    def start_event(self) -> BurstEvent | ReachedEvent:
+        record = self._gate.find(self.burst)
+        return ReachedEvent() if record is None else record.start_event
+
+    @property
+    def finish_event(self) -> BurstEvent | ReachedEvent:
+        record = self._gate.find(self.burst)
+        return ReachedEvent() if record is None else record.finish_event
+
+
+@dataclass(frozen=True)
+class LayerLoadingEvents:
+    """`events[id]`: the layers of load `id`, for every id that `start_loading` has returned."""
+
+    _gate: LayerGate
+    _device: HostDevice
+
+    def __getitem__(self, burst: int) -> LayerLoadingEvent:
+        return LayerLoadingEvent(burst, self._gate, self._device)
+
+
+class LayerDoneCounter:
+    """Which load a forward consumes, and the waits for its layers.
+
+    Belongs to the scheduler thread, but for `wait_until` and the events, which any thread may use.
+    """
+
+    def __init__(self, gate: LayerGate, device: HostDevice) -> None:
+        self._gate = gate
+        self.events = LayerLoadingEvents(gate, device)
+        self.producer_index = -1
+        """Id of the newest load; -1 before the first."""
+        self.consumer_index = -1
+        """Id of the load that `wait_until` waits for; negative: none."""
+        self._next = 0
+
+    @property
+    def num_layers(self) -> int:
+        """One more than the highest layer id of any pool."""
+        return self._gate.num_layers
+
+    @property
+    def num_counters(self) -> int:
+        """Loads that may be under way at a time: the gate's slots."""
+        return self._gate.num_slots
+
+    def update_producer(self) -> int:
+        """The next load's id; blocks while the gate slot that it needs is still copying."""
+        self._gate.wait_for_slot(self._next)
+        self.producer_index = self._next
+        self._next += 1
+        return self.producer_index
+
+    def set_consumer(self, index: int) -> None:
+        self.consumer_index = index
+
+    def wait_until(self, threshold: int) -> None:
+        """Order the current stream behind layer `threshold` of the consumed load, if there is one."""
+        if self.consumer_index >= 0:
+            self.events[self.consumer_index].wait(threshold)
+
+    def reset(self) -> None:
+        """Consume no load. Ids go on: none is used twice."""
+        self.producer_index = -1
+        self.consumer_index = -1
