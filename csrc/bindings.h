@@ -5,6 +5,7 @@
 
 #include <map>
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -21,11 +22,13 @@ namespace kvburst::bindings {
 namespace py = pybind11;
 
 /// A shared object whose destruction may wait for a device, which must not happen under the GIL:
-/// what it waits for may itself need a Python thread to go on.
+/// what it waits for may itself need a Python thread to go on. One such object may own another, so
+/// the GIL may be let go already.
 template <class T, class... Args>
 std::shared_ptr<T> make_waiting(Args&&... args) {
   return {new T(std::forward<Args>(args)...), [](T* object) {
-            const py::gil_scoped_release unlocked;
+            std::optional<py::gil_scoped_release> unlocked;
+            if (PyGILState_Check()) unlocked.emplace();
             delete object;
           }};
 }

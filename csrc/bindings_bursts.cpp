@@ -119,15 +119,20 @@ or was never submitted.)")
            "Whether all of the burst is in place.");
 
   py::class_<BurstIssuer, std::shared_ptr<BurstIssuer>>(
-      module, "BurstIssuer", "Issues bursts in one direction, in order, on a stream of its own.")
+      module, "BurstIssuer",
+      R"(Issues bursts in one direction, in order, on a stream of its own.
+
+`memory`: whatever owns the memory that the layouts describe; kept alive until the issuer, which
+waits for its copies, is gone.)")
       .def(py::init([](const std::shared_ptr<Device>& device, std::vector<PoolLayout> layouts,
                        const std::string& direction, std::shared_ptr<LayerGate> gate,
-                       const PlanOptions& options) {
+                       const PlanOptions& options, const py::object&) {
              return make_waiting<BurstIssuer>(device, std::move(layouts), direction_of(direction),
                                               std::move(gate), options);
            }),
            py::arg("device"), py::arg("layouts"), py::kw_only(), py::arg("direction"),
-           py::arg("gate") = nullptr, py::arg("options") = PlanOptions{})
+           py::arg("gate") = nullptr, py::arg("options") = PlanOptions{}, py::arg("memory") = py::none(),
+           py::keep_alive<1, 7>())
       .def(
           "submit",
           [](BurstIssuer& self, BoundPages& pages, const std::vector<std::int64_t>& node_ids,

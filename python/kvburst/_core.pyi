@@ -190,7 +190,9 @@ class PlanOptions:
     def chunk_pages(self) -> int: ...
 
 class IndexView:
-    def __init__(self, *, name: str, address: int, count: int, stride: int, itemsize: int) -> None: ...
+    def __init__(
+        self, *, name: str, address: int, count: int, stride: int, itemsize: int
+    ) -> None: ...
 
 class BurstPages:
     def __init__(
@@ -330,6 +332,7 @@ class BurstIssuer:
         direction: Literal["load", "backup"],
         gate: LayerGate | None = None,
         options: PlanOptions = ...,
+        memory: object = None,
     ) -> None: ...
     def submit(
         self, pages: BurstPages, node_ids: Sequence[int], *, stream: Stream

@@ -36,28 +36,53 @@ class PoolTransfer:
     device_indices: torch.Tensor
 
 
+_TIERS: tuple[Literal["device", "host"], ...] = ("device", "host")
+
+
+class _Holds:
+    """Reserves the pages of bursts on both tiers, from `load` or `write` until the ack retires."""
+
+    def __init__(self, device_allocator: PageAllocator, host_allocator: PageAllocator) -> None:
+        self._allocators = (device_allocator, host_allocator)
+        # Resets of the allocators that the pages belong to: after another, they are nobody's.
+        self._of_queued = (0, 0)
+        self._of_burst: dict[int, tuple[int, int]] = {}
+
+    def hold(self, pages: BurstPages, first: int) -> None:
+        """The pages collected from position `first` on; on both tiers or on none."""
+        on_device, on_host = self._allocators
+        device_reset = on_device.hold(pages, tier="device", first=first)
+        try:
+            self._of_queued = (device_reset, on_host.hold(pages, tier="host", first=first))
+        except PageError:
+            on_device.release(pages, tier="device", reset=device_reset, first=first)
+            raise
+
+    def submitted(self, burst: Burst) -> None:
+        self._of_burst[burst.id] = self._of_queued
+
+    def release_queued(self, pages: BurstPages) -> None:
+        for tier, allocator, reset in zip(_TIERS, self._allocators, self._of_queued, strict=True):
+            allocator.release(pages, tier=tier, reset=reset, first=0)
+
+    def release(self, ack: Ack) -> None:
+        resets = self._of_burst.pop(ack.burst.id)
+        for tier, allocator, reset in zip(_TIERS, self._allocators, resets, strict=True):
+            allocator.release(ack.burst, tier=tier, reset=reset)
+
+
 class _Lane:
     """One direction: pages are collected, submitted as a burst, and held until its ack retires."""
 
     def __init__(
-        self,
-        issuer: BurstIssuer,
-        pages: BurstPages,
-        pool_names: Sequence[str],
-        device_allocator: PageAllocator,
-        host_allocator: PageAllocator,
+        self, issuer: BurstIssuer, pages: BurstPages, pool_names: Sequence[str], holds: _Holds
     ) -> None:
-        self.acks = AckQueue(self._retire)
+        self.acks = AckQueue(holds.release)
         self._issuer = issuer
         self._pages = pages
         self._pool_names = pool_names
-        self._tiers: tuple[tuple[Literal["device", "host"], PageAllocator], ...] = (
-            ("device", device_allocator),
-            ("host", host_allocator),
-        )
+        self._holds = holds
         self._node_ids: list[int] = []
-        self._resets: list[int] = []
-        self._resets_of_burst: dict[int, list[int]] = {}
 
     @property
     def queued_pages(self) -> int:
@@ -71,7 +96,6 @@ class _Lane:
         extra_pools: Sequence[PoolTransfer],
     ) -> None:
         """Queue whole pages; all of them or none."""
-        before = self._pages.num_pages
         own = [
             (
                 extra.name,
@@ -80,6 +104,7 @@ class _Lane:
             )
             for extra in extra_pools
         ]
+        before = self._pages.num_pages
         added = self._pages.append(
             device=index_view("device_indices", device_indices),
             host=index_view("host_indices", host_indices),
@@ -88,22 +113,11 @@ class _Lane:
         if added == 0:
             return
         try:
-            self._hold(before)
+            self._holds.hold(self._pages, before)
         except PageError:
             self._pages.truncate(before)
             raise
         self._node_ids.append(node_id)
-
-    def _hold(self, first: int) -> None:
-        resets = []
-        for tier, allocator in self._tiers:
-            try:
-                resets.append(allocator.hold(self._pages, tier=tier, first=first))
-            except PageError:
-                for (held_tier, held), reset in zip(self._tiers, resets, strict=False):
-                    held.release(self._pages, tier=held_tier, reset=reset, first=first)
-                raise
-        self._resets = resets
 
     def submit(self, device: HostDevice, page_size: int) -> Burst | None:
         """Hand what is queued over as one burst; None if nothing is."""
@@ -111,22 +125,15 @@ class _Lane:
         if burst is None:
             return None
         self._node_ids = []
-        self._resets_of_burst[burst.id] = self._resets
+        self._holds.submitted(burst)
         tokens = burst.num_pages * page_size
         self.acks.append(Ack(burst, tokens, dict.fromkeys(self._pool_names, tokens)))
         return burst
 
-    def _retire(self, ack: Ack) -> None:
-        resets = self._resets_of_burst.pop(ack.burst.id)
-        for (tier, allocator), reset in zip(self._tiers, resets, strict=True):
-            allocator.release(ack.burst, tier=tier, reset=reset)
-
     def reset(self) -> None:
         """Drop what is queued, wait for what is under way, retire it."""
-        if self._pages.num_pages > 0:
-            for (tier, allocator), reset in zip(self._tiers, self._resets, strict=True):
-                allocator.release(self._pages, tier=tier, reset=reset, first=0)
-            self._pages.truncate(0)
+        self._holds.release_queued(self._pages)
+        self._pages.truncate(0)
         self._node_ids = []
         self._issuer.drain()
         self.acks.clear()
@@ -135,11 +142,11 @@ class _Lane:
 class BurstController:
     """Moves pages between the tiers in bursts, for a cache that decides which.
 
-    `write` and `load` allocate on the other tier and return its slots; what they queue leaves as one
-    burst at `start_writing` and `start_loading`. All pools move the same pages, but for those given
-    their own (`PoolTransfer`). A forward waits for a load layer by layer (`layer_done_counter`), the
-    cache for its ack. Until an ack is retired, the burst's pages on both tiers stay reserved, even if
-    their owner frees them.
+    `write` and `load` allocate on the other tier and return its slots; what they queue leaves as
+    one burst at `start_writing` and `start_loading`. All pools move the same pages, but for those
+    given their own (`PoolTransfer`). A forward waits for a load layer by layer
+    (`layer_done_counter`), the cache for its ack. Until an ack is retired, the burst's pages on
+    both tiers stay reserved, even if their owner frees them.
 
     pools: the first is the one whose pages `write` and `load` are given; all of one page size.
     device: where streams, events and copies come from.
@@ -150,8 +157,9 @@ class BurstController:
     gate_slots: loads that may be under way at a time.
 
     All methods belong to the scheduler thread. Index tensors are CPU tensors of int32 or int64, one
-    token slot an element, whole pages; they are copied, and may be reused or freed as soon as a call
-    returns. Bad ones raise PageError, and nothing has moved or been allocated.
+    token slot an element, whole pages; they are copied, and may be reused or freed as soon as a
+    call returns. Bad ones raise PageError, and nothing has moved or been allocated. The pools'
+    tensors are kept alive; a controller that is dropped waits for its copies.
     """
 
     def __init__(
@@ -177,13 +185,20 @@ class BurstController:
         options = PlanOptions() if options is None else options
         layouts = [pool.layout for pool in pools]
         self._gate = LayerGate(device, layouts, slots=gate_slots)
+
         def lane(direction: Literal["backup", "load"], gate: LayerGate | None) -> _Lane:
             return _Lane(
-                BurstIssuer(device, layouts, direction=direction, gate=gate, options=options),
+                BurstIssuer(
+                    device,
+                    layouts,
+                    direction=direction,
+                    gate=gate,
+                    options=options,
+                    memory=self.pools,
+                ),
                 BurstPages(layouts, direction=direction, page_size=self.page_size, check=check),
                 [pool.name for pool in pools],
-                device_allocator,
-                host_allocator,
+                _Holds(device_allocator, host_allocator),
             )
 
         self._backups = lane("backup", None)
@@ -284,7 +299,10 @@ class BurstController:
         return burst_id
 
     def is_load_back_event_done(self, burst_id: int) -> bool:
-        """Whether all of a load is in place; true for a negative id. Raises BurstError if it failed."""
+        """Whether all of a load is in place; true for a negative id.
+
+        Raises BurstError if the load failed.
+        """
         return burst_id < 0 or self._gate.is_done(burst_id)
 
     def has_free_load_back_slot(self) -> bool:

@@ -92,7 +92,7 @@ class LayerDoneCounter:
         self.consumer_index = index
 
     def wait_until(self, threshold: int) -> None:
-        """Order the current stream behind layer `threshold` of the consumed load, if there is one."""
+        """Order the current stream behind layer `threshold` of the consumed load, if any."""
         if self.consumer_index >= 0:
             self.events[self.consumer_index].wait(threshold)
 
