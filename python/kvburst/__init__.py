@@ -4,6 +4,9 @@ Describe the pools (`pools`), hand out their pages (`PageAllocator`), and let a 
 move them over a device (`HostDevice`). See the README for a first example.
 """
 
+from importlib import import_module
+from typing import TYPE_CHECKING
+
 from kvburst._core import (
     Burst,
     BurstError,
@@ -19,11 +22,13 @@ from kvburst._core import (
     Stream,
     __version__,
 )
-from kvburst.acks import Ack, AckQueue
-from kvburst.controller import BurstController, PoolTransfer
-from kvburst.layer_done import LayerDoneCounter
-from kvburst.page_allocator import PageAllocator
-from kvburst.pools import DevicePool, HostPool, Pool
+
+if TYPE_CHECKING:
+    from kvburst.acks import Ack, AckQueue
+    from kvburst.controller import BurstController, PoolTransfer
+    from kvburst.layer_done import LayerDoneCounter
+    from kvburst.page_allocator import PageAllocator
+    from kvburst.pools import DevicePool, HostPool, Pool
 
 __all__ = [
     "Ack",
@@ -49,3 +54,22 @@ __all__ = [
     "Stream",
     "__version__",
 ]
+
+# Imported at first use: these need torch, which takes seconds, and `kvburst --help` does not.
+_MODULES = {
+    "Ack": "acks",
+    "AckQueue": "acks",
+    "BurstController": "controller",
+    "PoolTransfer": "controller",
+    "LayerDoneCounter": "layer_done",
+    "PageAllocator": "page_allocator",
+    "DevicePool": "pools",
+    "HostPool": "pools",
+    "Pool": "pools",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)

@@ -9,22 +9,19 @@ of both tiers; and of pages that nobody was to touch. ``demo_report`` shows what
 import dataclasses
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Literal
 
 import torch
 
 from kvburst._core import CopyLimits, Event, HostDevice, KVBurstError, PlanOptions, Stream
-from kvburst.controller import Ack, BurstController
+from kvburst.acks import Ack
+from kvburst.controller import BurstController
 from kvburst.demo_options import DemoOptions, Groups
+from kvburst.demo_result import DemoResult, Direction, Mismatch, Place, Span, Timeline, Transfer
 from kvburst.geometries import Geometry, geometry
 from kvburst.host_memory import GIB, allocate_host, memory_budget
 from kvburst.links import LINKS
 from kvburst.page_allocator import PageAllocator
 from kvburst.pools import DevicePool, HostPool, Pool
-
-Direction = Literal["backup", "load"]
-Place = Literal["snapshot", "device", "host"]
 
 SCRIBBLE = 0xAA
 HOST_CANARY = 0xC5
@@ -36,124 +33,6 @@ MODELLED_ROW_SCALE = 32
 Tick = Callable[[str], None]
 
 
-# --- what comes out ------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Mismatch:
-    """A page of one layer with wrong bytes: where it was seen, and its first wrong byte."""
-
-    seen_in: Place
-    pool: str
-    layer: int
-    page: int
-    wrong_bytes: int
-    byte: int
-    expected: int
-    found: int
-
-    def __str__(self) -> str:
-        return (
-            f"{self.seen_in}: pool {self.pool!r}, layer {self.layer}, page {self.page}:"
-            f" {self.wrong_bytes} bytes differ, the first at {self.byte}:"
-            f" {self.found:#04x} instead of {self.expected:#04x}"
-        )
-
-
-@dataclass(frozen=True)
-class Transfer:
-    """One burst. ``copies``, ``calls`` and ``bytes_moved`` are counted inside the device;
-    ``bytes`` are the geometry's, which is what a link model charges."""
-
-    direction: Direction
-    calls: int
-    copies: int
-    one_per_page_and_layer: int
-    bytes: int
-    bytes_moved: int
-    caller_us: float
-    copying_ms: float
-    fallbacks: dict[str, int]
-
-    @property
-    def gbps(self) -> float:
-        """10^9 bytes a second, from the first copy's start to the last one's end."""
-        return self.bytes / self.copying_ms / 1e6
-
-
-@dataclass(frozen=True)
-class Span:
-    """Something that went on from ``start`` to ``end``, in milliseconds from the hand-over."""
-
-    start: float
-    end: float
-
-
-@dataclass(frozen=True)
-class Timeline:
-    """The load-back and the forward, on one clock.
-
-    On the scheduler's thread the hand-over (``load`` and ``start_loading``) and the launch of the
-    forward; on the transfer stream the copies; on the forward's stream, one for each layer, the
-    wait at the gate and the layer itself.
-    """
-
-    hand_over: Span
-    launch: Span
-    copying: Span
-    stalls: tuple[Span, ...]
-    layers: tuple[Span, ...]
-
-    @property
-    def end(self) -> float:
-        """When the last of it was over, in milliseconds."""
-        return max(self.launch.end, self.copying.end, self.layers[-1].end)
-
-
-@dataclass(frozen=True)
-class DemoResult:
-    """What one run did, how long it took, and whether every byte was right.
-
-    ``stalls_ms`` is the time that the forward's stream waited at its layers, ``forward_ms`` its
-    length with them. ``row_scale`` is how many times smaller the rows in memory are than the
-    geometry's. ``checked_bytes`` counts what was compared.
-    """
-
-    options: DemoOptions
-    geometry: Geometry
-    device_pages: int
-    held_device_pages: int
-    host_pages: int
-    row_scale: int
-    backup: Transfer
-    load: Transfer
-    grouped_ms: float
-    stalls_ms: float
-    forward_ms: float
-    timeline: Timeline
-    checked_bytes: int
-    mismatches: tuple[Mismatch, ...]
-
-    @property
-    def bit_exact(self) -> bool:
-        return not self.mismatches
-
-    @property
-    def simulated(self) -> bool:
-        """Whether a link model made the times."""
-        return self.options.link is not None
-
-    @property
-    def overlap_ratio(self) -> float:
-        """The part of the copies' time that cost nobody anything: 1 - (caller + stalls) / copies,
-        within 0 and 1."""
-        paid = self.load.caller_us / 1e3 + self.stalls_ms
-        return min(1.0, max(0.0, 1 - paid / self.load.copying_ms))
-
-
-# --- the experiment ------------------------------------------------------------------------
-
-
 def num_ticks(options: DemoOptions) -> int:
     """How often ``Demo.run`` calls ``tick``."""
     return 2 * sum(len(pool.layer_ids) for pool in geometry(options.geometry).pools) + 4
@@ -163,8 +42,10 @@ class Demo:
     """One run, step by step: ``fill``, ``back_up``, ``rehearse``, ``scribble``,
     ``load_under_forward``, ``compare``, in this order and each once; ``run`` takes them all.
 
-    Holds all memory of the run, about 6 times the bytes of the pages. Of one thread. Each step
-    blocks until its work is done.
+    ``sources`` are the device slots that are backed up, ``on_host`` and ``targets`` the slots where
+    they went and came back to, ``held`` device slots that are somebody else's. Holds all memory of
+    the run, about 6 times the bytes of the pages. Belongs to one thread; each step blocks until its
+    work is done.
     """
 
     def __init__(self, options: DemoOptions, tick: Tick = lambda step: None) -> None:
@@ -196,8 +77,10 @@ class Demo:
         for allocator in (self._device_allocator, self._host_allocator):
             self._scatter(allocator)
         # Other requests' pages, which keep what they hold through all of it.
-        self._held = self._take(self.device_pages - 2 * options.pages)
-        self._sources = self._take(options.pages)
+        self.held = self._take(self.device_pages - 2 * options.pages)
+        self.sources = self._take(options.pages)
+        self.on_host = torch.empty(0, dtype=torch.int64)
+        self.targets = torch.empty(0, dtype=torch.int64)
 
         self.device = self._new_device(options.groups)
         self.controller = self._new_controller(self.device, options.groups)
@@ -214,6 +97,7 @@ class Demo:
             load, timeline = self.load_under_forward(compute_ms)
             mismatches = tuple(self.compare())
         finally:
+            self.device.synchronize()  # nothing may be written once the snapshots are gone
             self.controller.stop()
         return DemoResult(
             options=self.options,
@@ -246,11 +130,11 @@ class Demo:
     def back_up(self) -> Transfer:
         """The source pages go to the host."""
         begin = time.perf_counter_ns()
-        host = self.controller.write(self._sources, node_id=1)
+        host = self.controller.write(self.sources, node_id=1)
         caller_us = (time.perf_counter_ns() - begin) / 1e3
         if host is None:
             raise KVBurstError(f"backup: no room for {self.options.pages} host pages")
-        self._host = host
+        self.on_host = host
         ack = self.controller.ack_write_queue[-1]
         ack.finish_event.synchronize()
         transfer = self._transfer("backup", ack, caller_us)
@@ -263,7 +147,7 @@ class Demo:
         length of the forward is set by the one and contains the other."""
         device = self._new_device("ramp")
         controller = self._new_controller(device, "ramp")
-        targets = controller.load(self._host)
+        targets = controller.load(self.on_host)
         controller.start_loading()
         if targets is None:
             raise KVBurstError(f"load: no room for {self.options.pages} device pages")
@@ -287,7 +171,7 @@ class Demo:
     def scribble(self) -> None:
         """Every device page loses its bytes, but for those that others hold."""
         lost = torch.ones(self.device_pages, dtype=torch.bool)
-        lost[self._pages(self._held)] = False
+        lost[self._pages(self.held)] = False
         for pool, snapshot in zip(self.pools, self._snapshots, strict=True):
             for position in range(len(pool.device.layers)):
                 _device_pages(pool, position)[lost] = SCRIBBLE
@@ -307,13 +191,15 @@ class Demo:
 
         origin.record(forward)
         begin = time.perf_counter_ns()
-        targets = controller.load(self._host, node_id=1)
+        targets = controller.load(self.on_host, node_id=1)
         burst = controller.start_loading()
         handed_over = time.perf_counter_ns()
         if targets is None:
             raise KVBurstError(f"load: no room for {self.options.pages} device pages")
-        self._targets = targets
+        self.targets = targets
         ack = controller.ack_load_queue[-1]
+        ack.finish_event.wait(watcher)
+        copied.record(watcher)
 
         gate = controller.layer_done_counter
         launch = time.perf_counter_ns()
@@ -327,8 +213,6 @@ class Demo:
                 device.busy(forward, 1e3 * compute_ms)
                 done[layer].record()
         launched = time.perf_counter_ns()
-        ack.finish_event.wait(watcher)
-        copied.record(watcher)
         device.synchronize()
 
         transfer = self._transfer("load", ack, (handed_over - begin) / 1e3)
@@ -354,16 +238,16 @@ class Demo:
 
     def compare(self) -> Iterator[Mismatch]:
         """Every byte of the snapshots, the device and the host against what it must be."""
-        held = self._pages(self._held)
-        sources, targets = self._pages(self._sources), self._pages(self._targets)
-        host_pages = self._pages(self._host)
+        held = self._pages(self.held)
+        sources, targets = self._pages(self.sources), self._pages(self.targets)
+        host_pages = self._pages(self.on_host)
         for number, pool in enumerate(self.pools):
             for position, layer in enumerate(pool.device.layer_ids):
                 original = self._original(number, position)
                 device = torch.full_like(original, SCRIBBLE)
                 device[held] = original[held]
                 device[targets] = original[sources]
-                host = torch.full((self.host_pages, pool.device.page_bytes), HOST_CANARY).byte()
+                host = original.new_full((self.host_pages, pool.device.page_bytes), HOST_CANARY)
                 host[host_pages] = original[sources]
                 snapshot = self._snapshots[number][position]
                 on_device, on_host = _device_pages(pool, position), _host_pages(pool, position)

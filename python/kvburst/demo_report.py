@@ -7,12 +7,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 from rich.table import Table
 from rich.text import Text
 
-from kvburst.demo import DemoResult, Tick, Transfer
+from kvburst.demo import Tick
+from kvburst.demo_result import DemoResult, Transfer
 from kvburst.demo_timeline import show_timeline
 from kvburst.links import LINKS
 
@@ -84,7 +86,7 @@ def _heading(result: DemoResult) -> Text:
 
 def _table(result: DemoResult) -> Table:
     timed = " (simulated)" if result.simulated else ""
-    table = Table("", show_edge=False, pad_edge=False)
+    table = Table("", box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
     table.add_column("backup", justify="right")
     table.add_column("load-back", justify="right")
 

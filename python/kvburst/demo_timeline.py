@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.text import Text
 
 from kvburst._core import KVBurstError
-from kvburst.demo import DemoResult, Span, Timeline
+from kvburst.demo_result import DemoResult, Span, Timeline
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -37,10 +37,10 @@ class Activity:
 
 
 HAND_OVER = Activity("load + start_loading", "█", "#", "cyan", "#1f77b4")
-LAUNCH = Activity("launching the forward", "▒", "=", "blue", "#aec7e8")
+LAUNCH = Activity("launching", "▒", "=", "blue", "#aec7e8")
 COPYING = Activity("copies", "█", "#", "magenta", "#9467bd")
 LAYER = Activity("layers", "█", "#", "green", "#2ca02c")
-STALL = Activity("waiting at the gate", "░", ".", "red", "#f4a6a0")
+STALL = Activity("waiting", "░", ".", "red", "#f4a6a0")
 ACTIVITIES = (HAND_OVER, LAUNCH, COPYING, LAYER, STALL)
 
 Bars = tuple[tuple[Activity, Span], ...]

@@ -21,6 +21,7 @@ from kvburst.host_memory import (
     GIB,
     HostMemoryError,
     MemoryBudget,
+    MemoryLimit,
     memory_budget,
     online_numa_nodes,
 )
@@ -135,10 +136,12 @@ def show(diagnosis: Diagnosis, console: Console) -> None:
     found("CUDA driver", diagnosis.driver_library)
     row("pinned-memory limit", _memlock(diagnosis.memlock_bytes))
     row("host memory", _memory(diagnosis.memory))
-    for limit in diagnosis.memory.limits:
-        row("", f"{_gib(limit.free_bytes)} free by {limit.source}")
+    for limit in _group_limits(diagnosis.memory):
+        row("cgroup limit", f"{_size(limit.free_bytes)} free by {limit.source}")
+    if not _group_limits(diagnosis.memory):
+        row("cgroup limit", "none was found")
     for problem in diagnosis.memory.problems:
-        row("", f"not read: {problem}")
+        row("not read", problem)
     found("NUMA nodes", diagnosis.numa_nodes)
     console.print(table)
 
@@ -146,20 +149,24 @@ def show(diagnosis: Diagnosis, console: Console) -> None:
 def _memlock(limit: int | None) -> str:
     if limit is None:
         return "unlimited (RLIMIT_MEMLOCK)"
-    return f"{_gib(limit)} (RLIMIT_MEMLOCK); raise it with: ulimit -l unlimited"
+    return f"{_size(limit)} (RLIMIT_MEMLOCK); raise it with: ulimit -l unlimited"
 
 
 def _memory(budget: MemoryBudget) -> str:
     if budget.decided_by is None:
         return "no limit was found"
     return (
-        f"{_gib(budget.nbytes)} may be taken: {_gib(budget.decided_by.free_bytes)} free by"
-        f" {budget.decided_by.source}, less a reserve of {_gib(budget.reserve_bytes)}"
+        f"{_size(budget.nbytes)} may be taken: {_size(budget.decided_by.free_bytes)} free by"
+        f" {budget.decided_by.source}, less a reserve of {_size(budget.reserve_bytes)}"
     )
 
 
-def _gib(nbytes: int) -> str:
-    return f"{nbytes / GIB:.2f} GiB"
+def _group_limits(budget: MemoryBudget) -> list[MemoryLimit]:
+    return [limit for limit in budget.limits if not limit.source.startswith("/proc/meminfo")]
+
+
+def _size(nbytes: int) -> str:
+    return f"{nbytes / GIB:.2f} GiB" if nbytes >= GIB else f"{nbytes / (1 << 20):.0f} MiB"
 
 
 def as_json(diagnosis: Diagnosis) -> dict[str, Any]:

@@ -1,0 +1,156 @@
+"""The command line: what it prints, what it writes, and how it ends."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from kvburst._core import __version__
+from kvburst.cli import app
+from kvburst.demo import Demo
+
+SMALL = ["demo", "--pages", "2", "--forward", "0"]
+
+
+def kvburst(*arguments: str) -> tuple[int, str, str]:
+    """Exit status, standard output, standard error."""
+    result = CliRunner().invoke(app, list(arguments))
+    assert result.exception is None or isinstance(result.exception, SystemExit)
+    return result.exit_code, result.stdout, result.stderr
+
+
+@pytest.mark.parametrize("arguments", [["--version"], ["--help"], ["demo", "--help"]])
+def test_quick_answers_do_not_import_torch(arguments: list[str]) -> None:
+    script = """
+import sys
+from kvburst.cli import main
+try:
+    main()
+except SystemExit as end:
+    assert not end.code, end.code
+assert "torch" not in sys.modules
+"""
+    command = [sys.executable, "-c", script, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout
+
+
+def test_version_is_that_of_the_package() -> None:
+    assert kvburst("--version") == (0, f"kvburst {__version__}\n", "")
+
+
+def test_help_shows_examples_one_a_line() -> None:
+    status, out, _ = kvburst("demo", "--help")
+    assert status == 0
+    assert "\n    kvburst demo --link h100 --pages 1024 --plot timeline.png\n" in out
+
+
+def test_demo_prints_a_table_a_timeline_and_the_verdict() -> None:
+    status, out, err = kvburst(*SMALL)
+    assert status == 0, err
+    for words in ("copies issued", "one per page and layer", "GB/s", "caller time", "scheduler"):
+        assert words in out
+    assert "bit-exact: " in out
+    assert err == ""
+
+
+def test_quiet_demo_prints_nothing(tmp_path: Path) -> None:
+    file = tmp_path / "demo.json"
+    assert kvburst(*SMALL, "--quiet", "--json", str(file)) == (0, "", "")
+    assert json.loads(file.read_text())["bit_exact"] is True
+
+
+def test_options_reach_the_demo(tmp_path: Path) -> None:
+    file = tmp_path / "demo.json"
+    options = (
+        "--geometry llama-3.1-70b-tp8 --pages 3 --device-pages 9 --layout layer_first --separate"
+        " --groups neighbours --mode inline --link h100-batch --forward 1.5 --chunk-pages 2"
+        " --seed 7 --quiet"
+    )
+    status, _, err = kvburst("demo", *options.split(), "--json", str(file))
+    assert status == 0, err
+    content = json.loads(file.read_text())
+    expected = {
+        "geometry": "llama-3.1-70b-tp8",
+        "pages": 3,
+        "device_pages": 9,
+        "layout": "layer_first",
+        "one_allocation": False,
+        "groups": "neighbours",
+        "mode": "inline",
+        "link": "h100-batch",
+        "forward": 1.5,
+        "chunk_pages": 2,
+        "seed": 7,
+        "simulated": True,
+    }
+    assert {key: content[key] for key in expected} == expected
+
+
+@pytest.mark.parametrize("quiet", [[], ["--quiet"]])
+def test_wrong_byte_ends_with_status_1_and_names_the_page(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, quiet: list[str]
+) -> None:
+    scribble = Demo.scribble
+
+    def scribble_and_flip_a_host_byte(demo: Demo) -> None:
+        scribble(demo)
+        demo.pools[0].host.tensor[int(demo.on_host[0]) // 64, 12, 34] ^= 1
+
+    monkeypatch.setattr(Demo, "scribble", scribble_and_flip_a_host_byte)
+    file = tmp_path / "demo.json"
+    status, out, err = kvburst(*SMALL, *quiet, "--json", str(file))
+    assert status == 1
+    assert "NOT bit-exact" in out + err
+    assert "snapshot: pool 'kv', layer 12, page " in out + err
+    assert json.loads(file.read_text())["bit_exact"] is False
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--pages", "0"], "kvburst demo: --pages: 0 is below 1"),
+        (["--pages", "many"], "'many' is not a whole number"),
+        (["--geometry", "gpt-2"], "kvburst demo: geometry: 'gpt-2' is unknown; known are "),
+        (["--layout", "page_first"], "'page_first' is not one of 'page_first_direct', "),
+        (["--groups", "all"], "'all' is not one of 'ramp', 'neighbours', 'none'"),
+        (["--mode", "thread"], "'thread' is not "),
+        (["--link", "nvlink"], "'nvlink' is not one of 'none', 'h100', 'h100-batch'"),
+        (["--device-pages", "4", "--pages", "2"], "--device-pages: 4 is not above 4"),
+        (["--seed", "1.5"], "'1.5' is not a whole number"),
+        (["--forward", "long"], "'long' is not a number"),
+        (["--forward", "-1"], "kvburst demo: --forward: -1.0 is not a number of at least 0"),
+        (["--json", "/no/such/folder/a.json"], "--json: '/no/such/folder' is not a folder"),
+        (["--plot", "/no/such/folder/a.png"], "--plot: '/no/such/folder' is not a folder"),
+        (["--plot", "a.xyz"], "kvburst demo: --plot: 'a.xyz' ends in none of "),
+        (["--json", "/"], "kvburst demo: --json: '/' is a folder"),
+    ],
+)
+def test_bad_option_ends_with_status_2_and_one_line(arguments: list[str], message: str) -> None:
+    status, out, err = kvburst(*SMALL, *arguments)
+    assert status == 2
+    assert out == ""
+    assert message in err.splitlines()[-1]
+    assert arguments[0].removeprefix("--") in err.splitlines()[-1]
+    assert "Traceback" not in err
+
+
+def test_picture_is_written(tmp_path: Path) -> None:
+    file = tmp_path / "timeline.png"
+    status, _, err = kvburst(*SMALL, "--quiet", "--plot", str(file))
+    assert status == 0, err
+    assert file.read_bytes().startswith(b"\x89PNG")
+
+
+def test_doctor_prints_and_writes_what_it_found(tmp_path: Path) -> None:
+    file = tmp_path / "doctor.json"
+    status, out, err = kvburst("doctor", "--json", str(file))
+    assert status == 0, err
+    assert "device host" in out
+    content = json.loads(file.read_text())
+    assert content["kvburst"] == __version__
+    assert content["devices"]["host"]["present"] is True

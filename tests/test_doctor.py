@@ -1,0 +1,123 @@
+"""The doctor: says what is there, and why the rest is not, on whatever machine."""
+
+import dataclasses
+import importlib.metadata
+import io
+import json
+import platform
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from kvburst import _core
+from kvburst.doctor import Diagnosis, Finding, as_json, examine, show
+
+GIB = 1 << 30
+
+
+def printed(diagnosis: Diagnosis, width: int = 160) -> str:
+    console = Console(file=io.StringIO(), width=width, color_system=None)
+    show(diagnosis, console)
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+def test_machine_with_nothing_is_described_without_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def nothing_installed(name: str) -> str:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", nothing_installed)
+    diagnosis = examine(root=tmp_path, driver_library="libdoes-not-exist.so.1")
+
+    assert diagnosis.packages == {
+        "torch": Finding(False, "not installed"),
+        "sglang": Finding(False, "not installed"),
+    }
+    assert not diagnosis.driver_library.present
+    assert "libdoes-not-exist.so.1" in diagnosis.driver_library.detail
+    assert diagnosis.memory.decided_by is None
+    assert diagnosis.memory.problems
+    assert not diagnosis.numa_nodes.present
+    assert str(tmp_path) in diagnosis.numa_nodes.detail
+    assert diagnosis.devices["host"].present
+    text = printed(diagnosis)
+    assert "no limit was found" in text
+    assert "none was found" in text
+    assert "/proc/meminfo: cannot be read (FileNotFoundError)" in text
+    assert json.loads(json.dumps(as_json(diagnosis)))["host_memory"]["budget_bytes"] is None
+
+
+def test_versions_are_those_that_run() -> None:
+    diagnosis = examine()
+    assert diagnosis.kvburst == _core.__version__
+    assert diagnosis.compiler == _core.build_info().compiler
+    assert platform.python_version() in diagnosis.python
+    assert diagnosis.packages["torch"] == Finding(True, importlib.metadata.version("torch"))
+
+
+def test_missing_kernels_give_the_reason_of_the_build() -> None:
+    diagnosis = examine()
+    toolkit = _core.build_info().cuda_toolkit
+    assert diagnosis.cuda_build.present == (toolkit is not None)
+    assert diagnosis.cuda_build.detail == (toolkit or _core.build_info().cuda_reason)
+
+
+def test_cuda_is_not_claimed() -> None:
+    cuda = examine().devices["cuda"]
+    assert not cuda.present
+    assert cuda.detail == "not in this release"
+
+
+def test_library_that_is_no_driver_is_not_taken_for_one() -> None:
+    libc = examine(driver_library="libc.so.6").driver_library
+    assert libc == Finding(False, "libc.so.6: has no cuDriverGetVersion")
+
+
+def test_tightest_memory_limit_is_named(tmp_path: Path) -> None:
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/meminfo").write_text(f"MemAvailable: {64 * GIB // 1024} kB\n")
+    (tmp_path / "proc/self/cgroup").write_text("0::/\n")
+    (tmp_path / "proc/self/mountinfo").write_text(
+        "30 23 0:26 / /sys/fs/cgroup rw,nosuid - cgroup2 cgroup2 rw\n"
+    )
+    group = tmp_path / "sys/fs/cgroup"
+    group.mkdir(parents=True)
+    (group / "memory.max").write_text(f"{8 * GIB}\n")
+    (group / "memory.current").write_text(f"{2 * GIB}\n")
+    (group / "memory.stat").write_text("inactive_file 0\n")
+
+    diagnosis = examine(root=tmp_path)
+
+    memory = as_json(diagnosis)["host_memory"]
+    assert memory["decided_by"] == "/sys/fs/cgroup/memory.max"
+    assert memory["budget_bytes"] == 5 * GIB
+    assert "5.00 GiB may be taken: 6.00 GiB free by /sys/fs/cgroup/memory.max" in printed(diagnosis)
+    (row,) = [line for line in printed(diagnosis).splitlines() if line.startswith("cgroup limit")]
+    assert "6.00 GiB free by /sys/fs/cgroup/memory.max" in row
+    assert memory["limits"]["/proc/meminfo MemAvailable"] == 64 * GIB
+
+
+def test_numa_nodes_are_counted(tmp_path: Path) -> None:
+    folder = tmp_path / "sys/devices/system/node"
+    folder.mkdir(parents=True)
+    (folder / "online").write_text("0-1,3\n")
+    assert examine(root=tmp_path).numa_nodes == Finding(True, "3 online: 0, 1, 3")
+
+
+@pytest.mark.parametrize(
+    ("limit", "words"),
+    [(None, "unlimited"), (8 << 20, "8 MiB (RLIMIT_MEMLOCK); raise it with: ulimit -l unlimited")],
+)
+def test_pinned_memory_limit_is_told(limit: int | None, words: str) -> None:
+    diagnosis = dataclasses.replace(examine(), memlock_bytes=limit)
+    assert words in printed(diagnosis)
+    assert as_json(diagnosis)["memlock_bytes"] == limit
+
+
+def test_narrow_terminal_loses_no_words() -> None:
+    diagnosis = examine()
+    words = "".join(printed(diagnosis, width=40).split())
+    assert "".join(diagnosis.compiler.split()) in words
