@@ -11,9 +11,18 @@ import typer
 
 from kvburst._core import KVBurstError, __version__
 from kvburst.demo_options import DemoOptions, Groups, Layout, Mode
+from kvburst.geometries import GEOMETRIES
 from kvburst.links import LinkName
+from kvburst.replay.options import (
+    DEFAULT_DEVICE_PAGES,
+    DEFAULT_HOST_PAGES,
+    DEFAULT_LAYERS,
+    DEFAULT_PAGE_BYTES,
+    ReplayOptions,
+)
 
 DEFAULTS = DemoOptions()
+GEOMETRY_NAMES = [geometry.name for geometry in GEOMETRIES]
 
 app = typer.Typer(
     help="Moves LLM KV-cache pages between host and device memory.",
@@ -23,6 +32,21 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
+
+def _whole_number(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError as error:
+        raise typer.BadParameter(f"{text!r} is not a whole number") from error
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError as error:
+        raise typer.BadParameter(f"{text!r} is not a number") from error
+
+
 JsonFile = Annotated[
     Path | None, typer.Option("--json", metavar="FILE", help="Also write the result as JSON.")
 ]
@@ -30,7 +54,7 @@ JsonFile = Annotated[
 
 def main() -> None:
     """The entry point of the console script."""
-    app()
+    app(prog_name="kvburst")
 
 
 def _print_version(wanted: bool) -> None:
@@ -54,13 +78,18 @@ def _kvburst(
 @app.command()
 def demo(
     geometry: Annotated[
-        str, typer.Option(metavar="NAME", help="A model's pools; a wrong name lists the known.")
+        str, typer.Option(metavar="NAME", help=f"A model's pools: {', '.join(GEOMETRY_NAMES)}.")
     ] = DEFAULTS.geometry,
-    pages: Annotated[int, typer.Option(help="Pages that move; at least 1.")] = DEFAULTS.pages,
+    pages: Annotated[
+        int,
+        typer.Option(parser=_whole_number, metavar="N", help="Pages that move; at least 1."),
+    ] = DEFAULTS.pages,
     device_pages: Annotated[
         int,
         typer.Option(
-            help="Pages of the device pools, above twice --pages; 0 is a quarter more than that."
+            parser=_whole_number,
+            metavar="N",
+            help="Pages of the device pools, above twice --pages; 0 takes some more than that.",
         ),
     ] = DEFAULTS.device_pages,
     layout: Annotated[
@@ -93,14 +122,26 @@ def demo(
     forward: Annotated[
         float,
         typer.Option(
-            help="Length of the forward, as a multiple of the time that the grouped copies take."
+            parser=_number,
+            metavar="X",
+            help="Length of the forward, as a multiple of the time that the grouped copies take.",
         ),
     ] = DEFAULTS.forward,
     chunk_pages: Annotated[
-        int, typer.Option(help="Most pages that a backup hands over in one call; 0 is no bound.")
+        int,
+        typer.Option(
+            parser=_whole_number,
+            metavar="N",
+            help="Most pages that a backup hands over in one call; 0 is no bound.",
+        ),
     ] = DEFAULTS.chunk_pages,
     seed: Annotated[
-        int, typer.Option(help="Of the random bytes and of the order of the pages.")
+        int,
+        typer.Option(
+            parser=_whole_number,
+            metavar="N",
+            help="Of the random bytes and of the order of the pages.",
+        ),
     ] = DEFAULTS.seed,
     plot: Annotated[
         Path | None,
@@ -126,8 +167,8 @@ def demo(
       kvburst demo --link h100 --pages 1024 --groups none
     """
     with _one_line_errors("demo"):
-        _check_folder("--json", json_file)
-        _check_folder("--plot", plot)
+        _check_file("--json", json_file)
+        _check_file("--plot", plot)
         options = DemoOptions(
             geometry=geometry,
             pages=pages,
@@ -173,7 +214,7 @@ def doctor(json_file: JsonFile = None) -> None:
       kvburst doctor --json doctor.json
     """
     with _one_line_errors("doctor"):
-        _check_folder("--json", json_file)
+        _check_file("--json", json_file)
         from rich.console import Console
 
         from kvburst import doctor as examination
@@ -181,6 +222,108 @@ def doctor(json_file: JsonFile = None) -> None:
         diagnosis = examination.examine()
         examination.show(diagnosis, Console())
         _write_json(json_file, examination.as_json(diagnosis))
+
+
+@app.command()
+def replay(
+    trace: Annotated[
+        Path, typer.Argument(metavar="TRACE", help="Mooncake's JSON lines, plain or gzipped.")
+    ],
+    limit: Annotated[
+        int | None,
+        typer.Option(parser=_whole_number, metavar="N", help="Only the first N requests."),
+    ] = None,
+    device_pages: Annotated[
+        int,
+        typer.Option(parser=_whole_number, metavar="N", help="Pages of the device tier."),
+    ] = DEFAULT_DEVICE_PAGES,
+    host_pages: Annotated[
+        int, typer.Option(parser=_whole_number, metavar="N", help="Pages of the host tier.")
+    ] = DEFAULT_HOST_PAGES,
+    geometry: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="A model's pools, for --plan-only above all; a wrong name lists the known.",
+        ),
+    ] = None,
+    layers: Annotated[
+        int | None,
+        typer.Option(
+            parser=_whole_number,
+            metavar="N",
+            help=f"Layers of a pool of no model; {DEFAULT_LAYERS} if left out.",
+        ),
+    ] = None,
+    page_bytes: Annotated[
+        int | None,
+        typer.Option(
+            parser=_whole_number,
+            metavar="N",
+            help=f"Bytes of a page of one such layer; {DEFAULT_PAGE_BYTES} if left out.",
+        ),
+    ] = None,
+    plan_only: Annotated[
+        bool, typer.Option("--plan-only", help="Count the copies, but move no bytes.")
+    ] = False,
+    record: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Also write the page ids of all bursts.")
+    ] = None,
+    json_file: JsonFile = None,
+    quiet: Annotated[
+        bool, typer.Option("--quiet", "-q", help="Print nothing, unless bytes are wrong.")
+    ] = False,
+) -> None:
+    """Let a request trace decide which pages move, and check every one that did.
+
+    A small prefix cache serves the requests over two tiers that are scattered as SGLang's
+    allocators scatter them. Ctrl-C ends it with the report so far.
+
+    Exit status: 0 if every byte is right, 1 if one is not, 2 for a bad option or trace, 130 after
+    Ctrl-C.
+
+    \b
+    Examples:
+      kvburst replay conversation_trace.jsonl.gz --limit 3000
+      kvburst replay conversation_trace.jsonl.gz --plan-only --layers 78
+      kvburst replay conversation_trace.jsonl.gz --plan-only --geometry mla-dsa-78
+      kvburst replay conversation_trace.jsonl.gz --limit 200 --record bursts.kvb
+    """
+    with _one_line_errors("replay"):
+        _check_file("--json", json_file)
+        _check_file("--record", record)
+        options = ReplayOptions(
+            trace=trace,
+            limit=limit,
+            device_pages=device_pages,
+            host_pages=host_pages,
+            geometry=geometry,
+            layers=layers,
+            page_bytes=page_bytes,
+            plan_only=plan_only,
+        )
+        from rich.console import Console
+
+        from kvburst.replay import report
+        from kvburst.replay.interrupt import noting_interrupts
+        from kvburst.replay.recording import save_recording
+        from kvburst.replay.replay import Replay
+
+        run = Replay(options)
+        console = Console(stderr=True, quiet=quiet)
+        with noting_interrupts() as stopped, report.progress(console, len(run.requests)) as tick:
+            result = run.run(tick, stopped)
+        if not quiet:
+            report.show(result, Console())
+        elif result.mismatched_pages:
+            report.show_verdict(result, Console(stderr=True))
+        if record is not None:
+            save_recording(record, result.recording)
+        _write_json(json_file, report.as_json(result))
+    if result.mismatched_pages:
+        raise typer.Exit(1)
+    if result.interrupted:
+        raise typer.Exit(130)
 
 
 @contextmanager
@@ -193,9 +336,13 @@ def _one_line_errors(command: str) -> Iterator[None]:
         raise typer.Exit(2) from error
 
 
-def _check_folder(option: str, file: Path | None) -> None:
+def _check_file(option: str, file: Path | None) -> None:
     """Before anything runs, not after it."""
-    if file is not None and not file.parent.is_dir():
+    if file is None:
+        return
+    if file.is_dir():
+        raise KVBurstError(f"{option}: {str(file)!r} is a folder")
+    if not file.parent.is_dir():
         raise KVBurstError(f"{option}: {str(file.parent)!r} is not a folder")
 
 
