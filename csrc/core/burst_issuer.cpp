@@ -118,7 +118,7 @@ void BurstIssuer::fail(Burst& burst, const std::string& where, const std::string
   try {
     // What was issued still runs: `finish` says when its pages are no longer written.
     device_->record(burst.finish.handle(), stream_.handle());
-  } catch (const Error& error) {
+  } catch (const std::exception& error) {
     burst.error += text("; and the finish event: ", error.what());
   }
   burst.state.store(BurstState::failed, std::memory_order_release);
