@@ -1,8 +1,10 @@
 #include "core/burst_issuer.h"
 
+#include <algorithm>
 #include <chrono>
 #include <exception>
 #include <optional>
+#include <set>
 #include <utility>
 
 #include "core/error.h"
@@ -26,6 +28,21 @@ std::string list(std::span<const std::int64_t> values) {
   return out + "]";
 }
 
+/// A gate for other layers would let a forward run on stale bytes, or hold it up for ever.
+void check_gate(const LayerGate& gate, const CopyPlanner& planner) {
+  std::set<int> issued;
+  for (const LayerGroup& group : planner.groups()) {
+    issued.insert(group.completes.begin(), group.completes.end());
+  }
+  const int layers = issued.empty() ? 0 : *issued.rbegin() + 1;
+  for (int layer = 0; layer < std::max(layers, gate.num_layers()); ++layer) {
+    const bool waited_for = layer < gate.num_layers() && gate.has_data(layer);
+    if (waited_for == issued.contains(layer)) continue;
+    throw LayoutError(text("gate: it is for pools that ", waited_for ? "store" : "do not store",
+                           " layer ", layer, ", this issuer's ", waited_for ? "do not" : "do"));
+  }
+}
+
 }  // namespace
 
 BurstIssuer::BurstIssuer(std::shared_ptr<Device> device, std::vector<PoolLayout> layouts,
@@ -36,13 +53,7 @@ BurstIssuer::BurstIssuer(std::shared_ptr<Device> device, std::vector<PoolLayout>
       gate_(std::move(gate)),
       bursts_(device_, gate_ ? gate_->num_layers() : 0),
       stream_(device_) {
-  if (!gate_) return;
-  for (const PoolLayout& pool : planner_.pools()) {
-    if (pool.num_layers() > gate_->num_layers()) {
-      throw LayoutError(text("gate: has ", gate_->num_layers(), " layers, pool '", pool.name(),
-                             "' has ", pool.num_layers()));
-    }
-  }
+  if (gate_) check_gate(*gate_, planner_);
 }
 
 BurstIssuer::~BurstIssuer() {
@@ -120,8 +131,19 @@ void BurstIssuer::fail(Burst& burst, const std::string& where, const std::string
     device_->record(burst.finish.handle(), stream_.handle());
   } catch (const std::exception& error) {
     burst.error += text("; and the finish event: ", error.what());
+    wait_for_stream();
   }
   burst.state.store(BurstState::failed, std::memory_order_release);
+}
+
+/// Without its event, a burst that failed says that it is done as soon as it has failed. So let it
+/// be so.
+void BurstIssuer::wait_for_stream() {
+  try {
+    device_->synchronize_stream(stream_.handle());
+  } catch (const std::exception&) {
+    // Nothing works any more, and the burst's error says so.
+  }
 }
 
 void BurstIssuer::drain() { device_->synchronize_stream(stream_.handle()); }

@@ -24,7 +24,8 @@ namespace kvburst {
 class BurstIssuer {
  public:
   /// `gate` serves the loads' waiters; null for backups, which nobody waits for layer by layer.
-  /// Throws LayoutError on no layouts, or on options out of their bounds.
+  /// Throws LayoutError on no layouts, on options out of their bounds, and on a gate for other
+  /// layers than the layouts'.
   BurstIssuer(std::shared_ptr<Device> device, std::vector<PoolLayout> layouts, Direction direction,
               std::shared_ptr<LayerGate> gate, const PlanOptions& options);
   /// Waits for the copies it has issued.
@@ -45,6 +46,7 @@ class BurstIssuer {
  private:
   void issue(Burst& burst);
   void issue_group(Burst& burst, std::size_t group);
+  void wait_for_stream();
   void fail(Burst& burst, const std::string& where, const std::string& what);
 
   std::shared_ptr<Device> device_;

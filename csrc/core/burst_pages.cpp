@@ -126,6 +126,11 @@ std::int64_t BurstPages::append(const IndexView& device, const IndexView& host,
       throw PageError(text(part.device.name, ": pool ", part.pool,
                            " cannot have its own pages, pools 1 to ", bounds_.size() - 1, " can"));
     }
+    const auto same_pool = [&](const Own& other) { return other.pool == part.pool; };
+    if (std::count_if(own.begin(), own.end(), same_pool) > 1) {
+      throw PageError(
+          text(part.device.name, ": pool ", part.pool, " is given its own pages twice"));
+    }
     check_pairing(part.device, part.host);
     if (part.device.count != device.count) {
       throw PageError(text(part.device.name, ": ", part.device.count / page_size_, " pages, but ",

@@ -33,6 +33,8 @@ class LayerGate {
   LayerGate(std::shared_ptr<Device> device, std::span<const PoolLayout> layouts, int slots);
 
   int num_layers() const { return static_cast<int>(stored_.size()); }
+  /// Whether any of its pools stores the layer.
+  bool has_data(int layer) const { return stored_[static_cast<std::size_t>(layer)]; }
   int num_slots() const { return static_cast<int>(slots_.size()); }
 
   // The issuer's side.
@@ -54,7 +56,8 @@ class LayerGate {
   /// Whether `wait` would return without blocking the thread on the issuer.
   bool is_issued(std::int64_t burst, int layer);
   /// Orders `stream` behind the layer, every pool's part of it; without a stream blocks the thread
-  /// until the bytes are there. Blocks first for as long as the layer has not been issued.
+  /// until the bytes are there (and, if the slot moves on meanwhile, perhaps a little longer).
+  /// Blocks first for as long as the layer has not been issued.
   void wait(std::int64_t burst, int layer, std::optional<StreamHandle> stream);
   /// Whether all of the burst is in place.
   bool is_done(std::int64_t burst);

@@ -98,6 +98,9 @@ void PageAllocator::release(std::span<const PagePair> pairs, Tier tier, std::int
   scratch_.clear();
   for (const PagePair& pair : pairs) {
     const std::int64_t page = page_of(pair, tier);
+    if (page < 0 || page >= pages() || holds_[at(page)] == 0) {
+      throw PageError(text(name_, ": page ", page, " is not held, it cannot be released"));
+    }
     if (--holds_[at(page)] == 0 && state_[at(page)] == State::freed_while_held) {
       scratch_.push_back(page);
     }

@@ -45,7 +45,8 @@ class PageAllocator {
   /// Keeps pages from being handed out until they are released as often as they were held. All or
   /// none: throws PageError on a page that is not allocated. Returns the reset that it belongs to.
   std::int64_t hold(std::span<const PagePair> pages, Tier tier);
-  /// Undoes a hold; of no effect if the allocator has been reset since.
+  /// Undoes a hold; of no effect if the allocator has been reset since. Throws PageError on a page
+  /// that is not held.
   void release(std::span<const PagePair> pages, Tier tier, std::int64_t reset);
 
   /// Everything is free again, in the order of construction. Bursts must be drained first.

@@ -403,7 +403,12 @@ TEST_CASE("a device of which every record fails still settles the burst") {
       dead = true;
       throw std::runtime_error("gone");
     }
+    void synchronize_stream(StreamHandle stream) override {
+      ++synchronized;
+      ForwardingDevice::synchronize_stream(stream);
+    }
     bool dead = false;
+    int synchronized = 0;
   };
   std::vector<Pool> pools;
   pools.emplace_back(page_first("kv", layers(3), 24, 16, 12));
@@ -417,6 +422,7 @@ TEST_CASE("a device of which every record fails still settles the burst") {
   const std::shared_ptr<Burst> burst = issuer.submit(pages, kNodes, device->current_stream());
   CHECK(burst->state.load() == BurstState::failed);
   CHECK(burst->error.find("finish event") != std::string::npos);
+  CHECK(device->synchronized == 1);  // no event says when its copies are done, so it waited
   check_refused<BurstError>([&] { gate->wait(0, 0, std::nullopt); }, {"gone"});
 }
 
@@ -446,13 +452,17 @@ TEST_CASE("pages of another direction or other pools are refused") {
                            {"1 pools", "has 3"});
 }
 
-TEST_CASE("a gate of fewer layers than the pools is refused") {
+TEST_CASE("a gate for other layers than the pools is refused") {
   Scene scene;
-  const auto small =
-      std::make_shared<LayerGate>(scene.device, std::span(scene.layouts).first(1), 2);
+  const std::span layouts(scene.layouts);
+  const auto first_pool = std::make_shared<LayerGate>(scene.device, layouts.first(1), 2);
   check_refused<LayoutError>(
-      [&] { BurstIssuer(scene.device, scene.layouts, Direction::load, small, {}); },
-      {"6 layers", "'index' has 7"});
+      [&] { BurstIssuer(scene.device, scene.layouts, Direction::load, first_pool, {}); },
+      {"gate", "do not store layer 6", "this issuer's do"});
+  const std::vector<PoolLayout> index(layouts.begin() + 2, layouts.end());
+  check_refused<LayoutError>(
+      [&] { BurstIssuer(scene.device, index, Direction::load, scene.gate, {}); },
+      {"gate", "pools that store layer 1", "this issuer's do not"});
 }
 
 TEST_CASE("the bursts of an issuer outlive it, done") {

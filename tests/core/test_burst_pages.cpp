@@ -263,6 +263,11 @@ TEST_CASE("own pages that do not fit the burst are refused") {
         [&] { collector.pages.append(view_of("device", slots), view_of("host", slots), own); },
         {"own", "pool " + std::to_string(pool), "pools 1 to 1"});
   }
+  const BurstPages::Own part{1, view_of("own", slots), view_of("own", slots)};
+  const std::array twice{part, part};
+  check_refused<PageError>(
+      [&] { collector.pages.append(view_of("device", slots), view_of("host", slots), twice); },
+      {"own", "pool 1", "twice"});
   CHECK(collector.pages.num_pages() == 0);
 }
 

@@ -212,6 +212,14 @@ TEST_CASE("each tier's pages are those of its side of the pairs") {
   CHECK(host.available_pages() == 8);
 }
 
+TEST_CASE("a page that is not held cannot be released") {
+  Scene scene(FreeOrder::lifo);
+  scene.take(6);
+  const std::int64_t reset = scene.hold({1});
+  scene.release({1}, reset);
+  check_refused<PageError>([&] { scene.release({1}, reset); }, {"page 1", "not held"});
+}
+
 // sgl-project/sglang#29310
 TEST_CASE("a reset frees everything, and a hold from before it is released to no effect") {
   for (const FreeOrder order : {FreeOrder::lifo, FreeOrder::fifo}) {
