@@ -131,8 +131,8 @@ waits for its copies, is gone.)")
                                               std::move(gate), options);
            }),
            py::arg("device"), py::arg("layouts"), py::kw_only(), py::arg("direction"),
-           py::arg("gate") = nullptr, py::arg("options") = PlanOptions{}, py::arg("memory") = py::none(),
-           py::keep_alive<1, 7>())
+           py::arg("gate") = nullptr, py::arg("options") = PlanOptions{},
+           py::arg("memory") = py::none(), py::keep_alive<1, 7>())
       .def(
           "submit",
           [](BurstIssuer& self, BoundPages& pages, const std::vector<std::int64_t>& node_ids,
