@@ -3,6 +3,9 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <algorithm>
+#include <cstdint>
+#include <limits>
 #include <map>
 #include <memory>
 #include <optional>
@@ -39,13 +42,23 @@ inline Direction direction_of(const std::string& name) {
   throw LayoutError(text("direction: '", name, "' must be 'load' or 'backup'"));
 }
 
+/// A count that C++ keeps in `To`. Python's are not bounded, so its bounds are checked here, by
+/// name.
+template <class To>
+To whole_number(const char* name, std::int64_t value, std::int64_t lowest) {
+  constexpr auto highest = static_cast<std::int64_t>(std::min<std::uint64_t>(
+      std::numeric_limits<To>::max(), std::numeric_limits<std::int64_t>::max()));
+  if (value < lowest || value > highest) {
+    throw LayoutError(text(name, ": ", value, " must be from ", lowest, " to ", highest));
+  }
+  return static_cast<To>(value);
+}
+
 /// A stream of the device's, or one wrapped; the first kind is destroyed with its last reference.
 struct BoundStream {
   std::shared_ptr<Device> device;
   StreamHandle handle;
   std::shared_ptr<Stream> owner;
-  /// Current streams to return to, innermost `with` last.
-  std::vector<StreamHandle> outer;
 };
 
 struct BoundEvent {
@@ -55,8 +68,25 @@ struct BoundEvent {
   EventHandle handle() const { return event->handle(); }
 };
 
+/// A handle is a number that another device may have given out too.
+inline StreamHandle handle_on(const BoundStream& stream, const Device& device) {
+  if (stream.device.get() != &device) {
+    throw DeviceError(text("stream: handle ", stream.handle, " is of another device, '",
+                           stream.device->name(), "'"));
+  }
+  return stream.handle;
+}
+
+inline EventHandle handle_on(const BoundEvent& event, const Device& device) {
+  if (event.device.get() != &device) {
+    throw DeviceError(text("event: handle ", event.handle(), " is of another device, '",
+                           event.device->name(), "'"));
+  }
+  return event.handle();
+}
+
 inline StreamHandle handle_or_current(const BoundStream* stream, Device& device) {
-  return stream ? stream->handle : device.current_stream();
+  return stream ? handle_on(*stream, device) : device.current_stream();
 }
 
 /// Pages together with the names of the pools they are collected for.

@@ -39,10 +39,10 @@ void bind_limits(py::module_& module) {
 
 The planner keeps to it and the device refuses the rest. ``max_pitch`` in bytes.
 ``tall_copies=False`` forbids copies of more than one row.)")
-      .def(py::init([](std::size_t max_pitch, std::size_t copies_per_call, bool tall_copies) {
-             const CopyLimits limits{max_pitch, copies_per_call, tall_copies};
-             limits.check();
-             return limits;
+      .def(py::init([](std::int64_t max_pitch, std::int64_t copies_per_call, bool tall_copies) {
+             return CopyLimits{whole_number<std::size_t>("max_pitch", max_pitch, 1),
+                               whole_number<std::size_t>("copies_per_call", copies_per_call, 1),
+                               tall_copies};
            }),
            py::kw_only(), py::arg("max_pitch") = CopyLimits{}.max_pitch,
            py::arg("copies_per_call") = CopyLimits{}.copies_per_call,
@@ -59,9 +59,9 @@ each direction on its own). ``queue_depth`` copies may be outstanding on a strea
 ``byte_scale`` modelled bytes are charged for each that moves. What is measured with a link model is
 simulated, and must say so.)")
       .def(py::init([](double gigabytes_per_second, double issue_us, double tall_issue_us,
-                       int queue_depth, double byte_scale) {
-             const LinkModel model{gigabytes_per_second, issue_us, tall_issue_us, queue_depth,
-                                   byte_scale};
+                       std::int64_t queue_depth, double byte_scale) {
+             const LinkModel model{gigabytes_per_second, issue_us, tall_issue_us,
+                                   whole_number<int>("queue_depth", queue_depth, 0), byte_scale};
              model.check();
              return model;
            }),
@@ -106,7 +106,7 @@ void bind_streams(py::module_& module, py::class_<BoundEvent>& event,
       .def(
           "elapsed_time",
           [](const BoundEvent& self, const BoundEvent& end) {
-            return self.device->elapsed_ms(self.handle(), end.handle());
+            return self.device->elapsed_ms(self.handle(), handle_on(end, *self.device));
           },
           py::arg("end"),
           "Milliseconds from this event to `end`. Both must have been recorded and reached.");
@@ -115,14 +115,14 @@ void bind_streams(py::module_& module, py::class_<BoundEvent>& event,
       .def(
           "wait_event",
           [](const BoundStream& self, const BoundEvent& event) {
-            self.device->wait(self.handle, event.handle());
+            self.device->wait(self.handle, handle_on(event, *self.device));
           },
-          py::arg("event"))
+          py::arg("event"), "Orders this stream behind the event as recorded now.")
       .def(
           "wait_stream",
           [](const BoundStream& self, const BoundStream& other) {
             const Event event(self.device);
-            self.device->record(event.handle(), other.handle);
+            self.device->record(event.handle(), handle_on(other, *self.device));
             self.device->wait(self.handle, event.handle());
           },
           py::arg("stream"), "Orders this stream behind all that is on the other one now.")
@@ -130,10 +130,11 @@ void bind_streams(py::module_& module, py::class_<BoundEvent>& event,
           "record_event",
           [](const BoundStream& self, std::optional<BoundEvent> event) {
             if (!event) event = BoundEvent{self.device, std::make_shared<Event>(self.device)};
-            self.device->record(event->handle(), self.handle);
+            self.device->record(handle_on(*event, *self.device), self.handle);
             return *event;
           },
-          py::arg("event") = py::none())
+          py::arg("event") = py::none(),
+          "Makes `event` (default: a new one), which is returned, stand for this point.")
       .def(
           "query", [](const BoundStream& self) { return host_of(self)->query_stream(self.handle); },
           "True if all work on the stream is done.")
@@ -144,17 +145,14 @@ void bind_streams(py::module_& module, py::class_<BoundEvent>& event,
           "Blocks this thread until all work on the stream is done.")
       .def(
           "__enter__",
-          [](BoundStream& self) -> BoundStream& {
-            const auto host = host_of(self);
-            self.outer.push_back(host->current_stream());
-            host->set_current_stream(self.handle);
+          [](const py::object& self) {
+            const auto& stream = self.cast<const BoundStream&>();
+            host_of(stream)->push_current_stream(stream.handle);
             return self;
           },
-          py::return_value_policy::reference, "Makes it this thread's current stream.")
-      .def("__exit__", [](BoundStream& self, const py::args&) {
-        host_of(self)->set_current_stream(self.outer.back());
-        self.outer.pop_back();
-      });
+          "Makes it this thread's current stream.")
+      .def("__exit__",
+           [](const BoundStream& self, const py::args&) { host_of(self)->pop_current_stream(); });
 
   py::class_<Stall>(module, "Stall", "Holds a stream until it is released, or forgotten.")
       .def("release", &Stall::release);
@@ -191,14 +189,14 @@ Torch's own CPU operations are not on its streams: they run at once, on the thre
       .def(
           "current_stream",
           [](const std::shared_ptr<HostDevice>& self) {
-            return BoundStream{self, self->current_stream(), nullptr, {}};
+            return BoundStream{self, self->current_stream(), nullptr};
           },
           "This thread's current stream: the innermost `with stream:`, else the default one.")
       .def("new_stream",
            [](const std::shared_ptr<HostDevice>& self) {
              auto owner = make_waiting<Stream>(self);
              const StreamHandle handle = owner->handle();
-             return BoundStream{self, handle, std::move(owner), {}};
+             return BoundStream{self, handle, std::move(owner)};
            })
       .def("new_event",
            [](const std::shared_ptr<HostDevice>& self) {
@@ -208,7 +206,8 @@ Torch's own CPU operations are not on its streams: they run at once, on the thre
           "copy",
           [](HostDevice& self, const BoundStream& stream, std::uintptr_t dst, std::uintptr_t src,
              std::size_t width, std::size_t height, std::size_t dst_pitch, std::size_t src_pitch) {
-            self.copy_on_device(stream.handle, {dst, src, width, height, dst_pitch, src_pitch});
+            self.copy_on_device(handle_on(stream, self),
+                                {dst, src, width, height, dst_pitch, src_pitch});
           },
           py::arg("stream"), py::arg("dst"), py::arg("src"), py::arg("width"), py::kw_only(),
           py::arg("height") = 1, py::arg("dst_pitch") = 0, py::arg("src_pitch") = 0,
@@ -218,21 +217,22 @@ Counted nowhere and slowed by no link. The memory must stay until it is done.)")
       .def(
           "fill",
           [](HostDevice& self, const BoundStream& stream, std::uintptr_t dst, std::uint8_t value,
-             std::size_t size) { self.fill(stream.handle, dst, value, size); },
+             std::size_t size) { self.fill(handle_on(stream, self), dst, value, size); },
           py::arg("stream"), py::arg("dst"), py::arg("value"), py::arg("size"),
           "Enqueues setting `size` bytes from address `dst` on to `value`.")
       .def(
           "busy",
           [](HostDevice& self, const BoundStream& stream, double microseconds) {
-            self.busy(stream.handle, microseconds);
+            self.busy(handle_on(stream, self), microseconds);
           },
           py::arg("stream"), py::arg("microseconds"), "Occupies the stream as a kernel would.")
       .def(
           "stall",
           [](HostDevice& self, const BoundStream& stream) {
-            return Stall(self.stall(stream.handle));
+            return Stall(self.stall(handle_on(stream, self)));
           },
-          py::arg("stream"), "Holds the stream at this point until the returned stall is released.")
+          py::arg("stream"), py::keep_alive<0, 1>(), py::keep_alive<0, 2>(),
+          "Holds the stream at this point until the returned stall is released, or forgotten.")
       .def(
           "synchronize", [](HostDevice& self) { self.synchronize(); },
           py::call_guard<py::gil_scoped_release>(),
@@ -254,7 +254,7 @@ What remains of a burst is the cost of planning and issuing it. For benchmarks.)
            py::kw_only(), py::arg("limits") = py::none())
       .def_property_readonly("limits", &NullDevice::limits)
       .def("current_stream", [](const std::shared_ptr<NullDevice>& self) {
-        return BoundStream{self, self->current_stream(), nullptr, {}};
+        return BoundStream{self, self->current_stream(), nullptr};
       });
 }
 

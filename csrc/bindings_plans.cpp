@@ -127,8 +127,10 @@ void bind_layouts(py::module_& module) {
 of a layer follow each other; ``allocations``: (address, bytes) of what the layers lie in. Describes
 memory and keeps none alive.)")
       .def(py::init([](std::vector<std::uintptr_t> layers, std::int64_t pages,
-                       std::size_t page_bytes, const std::vector<AddressAndSize>& allocations) {
-             return DeviceTier{std::move(layers), pages, page_bytes, ranges(allocations)};
+                       std::int64_t page_bytes, const std::vector<AddressAndSize>& allocations) {
+             return DeviceTier{std::move(layers), pages,
+                               whole_number<std::size_t>("device page_bytes", page_bytes, 1),
+                               ranges(allocations)};
            }),
            py::kw_only(), py::arg("layers"), py::arg("pages"), py::arg("page_bytes"),
            py::arg("allocations"));
@@ -139,12 +141,18 @@ Page p of row r lies at ``address + p * page_stride + r * layer_stride``; ``size
 buffer; ``page_bytes``: bytes it has for one page of one layer; ``rows``: the row of each device
 layer, None where the host does not store it; ``registrations``: (address, bytes) of the pinned
 ranges, none for memory that is not pinned. Describes memory and keeps none alive.)")
-      .def(py::init([](std::uintptr_t address, std::size_t size, std::int64_t pages,
-                       std::size_t page_bytes, std::size_t page_stride, std::size_t layer_stride,
+      .def(py::init([](std::uintptr_t address, std::int64_t size, std::int64_t pages,
+                       std::int64_t page_bytes, std::int64_t page_stride, std::int64_t layer_stride,
                        std::vector<std::optional<std::int64_t>> rows,
                        const std::vector<AddressAndSize>& registrations) {
-             return HostTier{address,     size,         pages,           page_bytes,
-                             page_stride, layer_stride, std::move(rows), ranges(registrations)};
+             return HostTier{address,
+                             whole_number<std::size_t>("host size", size, 0),
+                             pages,
+                             whole_number<std::size_t>("host page_bytes", page_bytes, 0),
+                             whole_number<std::size_t>("page_stride", page_stride, 0),
+                             whole_number<std::size_t>("layer_stride", layer_stride, 0),
+                             std::move(rows),
+                             ranges(registrations)};
            }),
            py::kw_only(), py::arg("address"), py::arg("size"), py::arg("pages"),
            py::arg("page_bytes"), py::arg("page_stride"), py::arg("layer_stride"), py::arg("rows"),
@@ -310,10 +318,11 @@ void bind_planner(py::module_& module) {
 ``max_group``: most layers in one group of a load; ``ramp``: groups grow 1, 2, 4, ... up to it,
 False gives one layer a group; ``merge_neighbours``: pages that are neighbours on both tiers move
 together; ``chunk_pages``: most pages a backup hands over in one call, 0 is no bound.)")
-      .def(py::init([](int max_group, bool ramp, bool merge_neighbours, std::int64_t chunk_pages) {
-             const PlanOptions options{max_group, ramp, merge_neighbours, chunk_pages};
-             options.check();
-             return options;
+      .def(py::init([](std::int64_t max_group, bool ramp, bool merge_neighbours,
+                       std::int64_t chunk_pages) {
+             return PlanOptions{whole_number<int>("max_group", max_group, 1), ramp,
+                                merge_neighbours,
+                                whole_number<std::int64_t>("chunk_pages", chunk_pages, 0)};
            }),
            py::kw_only(), py::arg("max_group") = PlanOptions{}.max_group,
            py::arg("ramp") = PlanOptions{}.ramp,

@@ -53,7 +53,7 @@ struct CopyLimits {
   /// False forbids copies of more than one row.
   bool tall_copies = true;
 
-  /// Throws LayoutError on a limit of zero.
+  /// Throws LayoutError on a limit below 1.
   void check() const;
 };
 

@@ -1,7 +1,6 @@
 #include "host/host_device.h"
 
 #include <algorithm>
-#include <cmath>
 #include <utility>
 #include <vector>
 
@@ -9,21 +8,12 @@
 #include "core/format.h"
 
 namespace kvburst {
+namespace {
 
-void LinkModel::check() const {
-  const auto refuse = [](const char* field, double value, const char* bound) {
-    throw LayoutError(text(field, ": ", value, " must be ", bound));
-  };
-  if (!std::isfinite(gigabytes_per_second) || gigabytes_per_second <= 0) {
-    refuse("gigabytes_per_second", gigabytes_per_second, "above 0");
-  }
-  if (!std::isfinite(issue_us) || issue_us < 0) refuse("issue_us", issue_us, "at least 0");
-  if (!std::isfinite(tall_issue_us) || tall_issue_us < 0) {
-    refuse("tall_issue_us", tall_issue_us, "at least 0");
-  }
-  if (queue_depth < 0) refuse("queue_depth", queue_depth, "at least 0");
-  if (!std::isfinite(byte_scale) || byte_scale <= 0) refuse("byte_scale", byte_scale, "above 0");
-}
+/// A day: far more than any forward, far less than a clock holds.
+constexpr double kLongestBusyUs = 86'400e6;
+
+}  // namespace
 
 HostDevice::HostDevice(std::optional<LinkModel> link, CopyLimits limits)
     : link_(link), limits_(limits) {
@@ -50,7 +40,8 @@ void HostDevice::destroy_stream(StreamHandle handle) {
     const std::lock_guard lock(mutex_);
     if (handle == default_stream_) throw DeviceError("stream: the default stream stays");
     streams_.erase(handle);
-    std::erase_if(current_streams_, [&](const auto& entry) { return entry.second == handle; });
+    for (auto& [thread, streams] : current_streams_) std::erase(streams, handle);
+    std::erase_if(current_streams_, [](const auto& entry) { return entry.second.empty(); });
   }
   stream->finish();
 }
@@ -72,13 +63,23 @@ void HostDevice::destroy_event(EventHandle handle) {
 StreamHandle HostDevice::current_stream() {
   const std::lock_guard lock(mutex_);
   const auto found = current_streams_.find(std::this_thread::get_id());
-  return found == current_streams_.end() ? default_stream_ : found->second;
+  return found == current_streams_.end() ? default_stream_ : found->second.back();
 }
 
-void HostDevice::set_current_stream(StreamHandle stream) {
+void HostDevice::push_current_stream(StreamHandle stream) {
   find_stream(stream);
   const std::lock_guard lock(mutex_);
-  current_streams_[std::this_thread::get_id()] = stream;
+  current_streams_[std::this_thread::get_id()].push_back(stream);
+}
+
+void HostDevice::pop_current_stream() {
+  const std::lock_guard lock(mutex_);
+  const auto found = current_streams_.find(std::this_thread::get_id());
+  if (found == current_streams_.end()) {
+    throw DeviceError("current stream: this thread has set none");
+  }
+  found->second.pop_back();
+  if (found->second.empty()) current_streams_.erase(found);
 }
 
 std::shared_ptr<HostStream> HostDevice::find_stream(StreamHandle handle) const {
@@ -197,7 +198,7 @@ void HostDevice::copy(StreamHandle handle, Direction direction, std::span<const 
   } else {
     std::vector<Copy> work = stream->spare();
     work.assign(copies.begin(), copies.end());
-    stream->push(HostStream::Copies{std::move(work), &link}, copies.size());
+    stream->push(HostStream::Copies{std::move(work), &link});
   }
   Counts& counts = counts_[static_cast<std::size_t>(direction)];
   counts.calls += 1;
@@ -216,7 +217,7 @@ void HostDevice::issue_modelled(HostStream& stream, Link& link, std::span<const 
     copies = copies.subspan(part.size());
     std::vector<Copy> work = stream.spare();
     work.assign(part.begin(), part.end());
-    stream.push(HostStream::Copies{std::move(work), &link}, part.size());
+    stream.push(HostStream::Copies{std::move(work), &link});
     const Time begin = now();
     double cost_us = 0;
     for (const Copy& copy : part) {
@@ -247,8 +248,9 @@ void HostDevice::fill(StreamHandle stream, std::uintptr_t dst, std::uint8_t valu
 }
 
 void HostDevice::busy(StreamHandle stream, double microseconds) {
-  if (!std::isfinite(microseconds) || microseconds < 0) {
-    throw DeviceError(text("busy: ", microseconds, " microseconds must be at least 0"));
+  if (!(microseconds >= 0 && microseconds <= kLongestBusyUs)) {
+    throw DeviceError(
+        text("busy: ", microseconds, " microseconds must be from 0 to ", kLongestBusyUs));
   }
   find_stream(stream)->push(HostStream::Busy{static_cast<Time>(1000 * microseconds)});
 }

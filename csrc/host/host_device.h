@@ -9,6 +9,7 @@
 #include <optional>
 #include <thread>
 #include <unordered_map>
+#include <vector>
 
 #include "core/device.h"
 #include "host/host_stream.h"
@@ -45,7 +46,10 @@ class HostDevice final : public Device {
 
   /// Until a thread sets another, one stream that all threads share.
   StreamHandle current_stream() override;
-  void set_current_stream(StreamHandle stream);
+  /// Makes `stream` the calling thread's current one until it is popped.
+  void push_current_stream(StreamHandle stream);
+  /// Throws DeviceError if the thread has pushed none.
+  void pop_current_stream();
 
   void record(EventHandle event, StreamHandle stream) override;
   void wait(StreamHandle stream, EventHandle event) override;
@@ -99,7 +103,8 @@ class HostDevice final : public Device {
   std::uintptr_t next_handle_ = 1;
   std::unordered_map<StreamHandle, std::shared_ptr<HostStream>> streams_;
   std::unordered_map<EventHandle, std::shared_ptr<HostEvent>> events_;
-  std::map<std::thread::id, StreamHandle> current_streams_;
+  /// Innermost last.
+  std::map<std::thread::id, std::vector<StreamHandle>> current_streams_;
   StreamHandle default_stream_;
 };
 

@@ -51,6 +51,16 @@ Time Link::transfer(Time start, Time issue_begin, std::span<const Copy> copies,
   return free_at_;
 }
 
+namespace {
+
+/// What an operation adds to the copies outstanding on the link.
+std::size_t link_copies(const HostStream::Operation& operation) {
+  const auto* work = std::get_if<HostStream::Copies>(&operation);
+  return work && work->link ? work->copies.size() : 0;
+}
+
+}  // namespace
+
 HostStream::HostStream(const std::optional<LinkModel>& model)
     : model_(model), worker_([this] { run(); }) {}
 
@@ -65,7 +75,8 @@ void HostStream::finish() {
   if (worker_.joinable()) worker_.join();
 }
 
-void HostStream::push(Operation operation, std::size_t copies) {
+void HostStream::push(Operation operation) {
+  const std::size_t copies = link_copies(operation);
   {
     std::unique_lock lock(mutex_);
     if (model_ && model_->queue_depth > 0 && copies > 0) {
@@ -113,8 +124,8 @@ void HostStream::run() {
 
     lock.lock();
     ++done_;
+    copies_outstanding_ -= link_copies(entry.operation);
     if (auto* work = std::get_if<Copies>(&entry.operation)) {
-      copies_outstanding_ -= work->copies.size();
       work->copies.clear();
       spare_.push_back(std::move(work->copies));
     }

@@ -83,8 +83,8 @@ class HostStream {
   /// Works off the queue first.
   ~HostStream();
 
-  /// Blocks while `copies` more would pass the model's queue depth.
-  void push(Operation operation, std::size_t copies = 0);
+  /// Blocks while the operation's copies would pass the model's queue depth.
+  void push(Operation operation);
   /// Works off the queue and ends the thread; nothing may be pushed after it.
   void finish();
   bool idle() const;

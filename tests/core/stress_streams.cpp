@@ -125,7 +125,7 @@ TEST_CASE("streams and events come and go while others work") {
   on_threads([&](int) {
     for (int step = 0; step < 400; ++step) {
       Stream stream(device);
-      device->set_current_stream(stream.handle());
+      device->push_current_stream(stream.handle());
       std::uint8_t cell = 0;
       {
         const Event event(device);

@@ -228,7 +228,7 @@ TEST_CASE("handles that were destroyed, or never were the device's, are refused"
   check_refused<DeviceError>([&] { device.fill(stream, scene.address(byte), 1, 1); }, {of_stream});
   check_refused<DeviceError>([&] { device.busy(stream, 1); }, {of_stream});
   check_refused<DeviceError>([&] { device.stall(stream); }, {of_stream});
-  check_refused<DeviceError>([&] { device.set_current_stream(stream); }, {of_stream});
+  check_refused<DeviceError>([&] { device.push_current_stream(stream); }, {of_stream});
   check_refused<DeviceError>([&] { device.destroy_stream(stream); }, {of_stream});
   check_refused<DeviceError>([&] { device.record(event, scene.a.handle()); }, {of_event});
   check_refused<DeviceError>([&] { device.wait(scene.a.handle(), event); }, {of_event});
@@ -258,12 +258,28 @@ TEST_CASE("the current stream is the thread's own, and the default once it is de
   StreamHandle of_other = 0;
   {
     Stream mine(scene.device);
-    scene.device->set_current_stream(mine.handle());
+    scene.device->push_current_stream(mine.handle());
     CHECK(scene.device->current_stream() == mine.handle());
     std::thread([&] { of_other = scene.device->current_stream(); }).join();
     CHECK(of_other == fallback);
   }
   CHECK(scene.device->current_stream() == fallback);
+  check_refused<DeviceError>([&] { scene.device->pop_current_stream(); }, {"has set none"});
+}
+
+TEST_CASE("copies within the device do not count against the link's queue") {
+  Scene scene(LinkModel{.gigabytes_per_second = 1, .queue_depth = 2});
+  std::array<std::uint8_t, 4> bytes{1, 2, 3, 4};
+  const auto at = [&](std::size_t i) { return scene.address(bytes[i]); };
+  for (int i = 0; i < 5; ++i) {
+    scene.device->copy_on_device(scene.a.handle(), {at(1), at(0), 1, 1, 0, 0});
+  }
+  scene.device->synchronize_stream(scene.a.handle());
+  const std::array<Copy, 2> copies{Copy{at(2), at(0), 1, 1, 0, 0}, Copy{at(3), at(0), 1, 1, 0, 0}};
+  scene.device->copy(scene.a.handle(), Direction::load, copies);
+  scene.device->copy(scene.a.handle(), Direction::load, copies);
+  scene.device->synchronize_stream(scene.a.handle());
+  CHECK(bytes == std::array<std::uint8_t, 4>{1, 1, 1, 1});
 }
 
 // vllm-project/vllm#49276
@@ -517,7 +533,7 @@ TEST_CASE("a copy starts when the kernel before it has ended") {
   CHECK(about(scene.device->elapsed_ms(start.handle(), middle.handle()), 1.5));
   CHECK(about(scene.device->elapsed_ms(start.handle(), end.handle()), 2.5));
   check_refused<DeviceError>([&] { scene.device->busy(scene.a.handle(), -1); },
-                             {"-1", "at least 0"});
+                             {"-1", "must be from"});
 }
 
 TEST_CASE("what a copy costs to issue holds the caller, and a tall one its own cost") {
@@ -586,18 +602,18 @@ TEST_CASE("a model out of its bounds is refused") {
   const double inf = std::numeric_limits<double>::infinity();
   for (const double bad : {0.0, -1.0, nan, inf}) {
     check_refused<LayoutError>([&] { HostDevice(LinkModel{.gigabytes_per_second = bad}); },
-                               {"gigabytes_per_second", "above 0"});
+                               {"gigabytes_per_second", "must be from"});
     LinkModel scaled = kOneGigabyte;
     scaled.byte_scale = bad;
-    check_refused<LayoutError>([&] { HostDevice{scaled}; }, {"byte_scale", "above 0"});
+    check_refused<LayoutError>([&] { HostDevice{scaled}; }, {"byte_scale", "must be from"});
   }
   for (const double bad : {-1.0, nan, inf}) {
     LinkModel model = kOneGigabyte;
     model.issue_us = bad;
-    check_refused<LayoutError>([&] { HostDevice{model}; }, {"issue_us", "at least 0"});
+    check_refused<LayoutError>([&] { HostDevice{model}; }, {"issue_us", "must be from"});
     model = kOneGigabyte;
     model.tall_issue_us = bad;
-    check_refused<LayoutError>([&] { HostDevice{model}; }, {"tall_issue_us", "at least 0"});
+    check_refused<LayoutError>([&] { HostDevice{model}; }, {"tall_issue_us", "must be from"});
   }
   LinkModel model = kOneGigabyte;
   model.queue_depth = -1;

@@ -19,6 +19,8 @@ BLOCK_TOKENS = 512
 MAX_TOKENS = 1 << 24
 """Of one request. Today's longest contexts are a few million tokens."""
 MAX_HASH_ID = (1 << 48) - 1
+MAX_TIMESTAMP = 1 << 53
+"""Milliseconds; up to here a float holds every one."""
 
 _GZIP_MAGIC = b"\x1f\x8b"
 
@@ -112,8 +114,10 @@ def _timestamp(where: str, fields: dict[str, Any]) -> float:
     if type(value) not in (int, float):
         raise TraceError(f"{where}: timestamp: {_short(value)} is not a number")
     # Written so that NaN, which Python's JSON reads, is refused too.
-    if not 0 <= value < float("inf"):
-        raise TraceError(f"{where}: timestamp: {_short(value)} is not a time from 0 on")
+    if not 0 <= value <= MAX_TIMESTAMP:
+        raise TraceError(
+            f"{where}: timestamp: {_short(value)} is not a time from 0 to {MAX_TIMESTAMP}"
+        )
     return float(value)
 
 
