@@ -512,3 +512,27 @@ def test_pools_of_no_pages_are_refused() -> None:
 def test_pool_larger_than_the_memory_that_is_left_is_refused() -> None:
     with pytest.raises(HostMemoryError, match="above the budget"):
         DevicePool.allocate(PoolSpec("kv", 2**40, (0,)), pages=2**10, page_size=4)
+
+
+# --- pinned memory -------------------------------------------------------------------------
+
+
+def halves(buffer: torch.Tensor) -> list[tuple[int, int]]:
+    """As a device registers a buffer that is larger than one registration may be."""
+    half = buffer.nbytes // 2
+    return [(buffer.data_ptr(), half), (buffer.data_ptr() + half, buffer.nbytes - half)]
+
+
+def test_pinned_ranges_of_a_new_buffer_are_described() -> None:
+    device = DevicePool.from_layers("kv", torch.zeros(3, 256, 8, dtype=torch.uint8), page_size=64)
+    host = HostPool.allocate(device, pages=4, pin=halves)
+    assert host.registrations == tuple(halves(host.tensor))
+    Pool.pair(device, host)
+    assert HostPool.allocate(device, pages=4).registrations == ()
+
+
+def test_pinned_ranges_that_leave_bytes_out_are_refused() -> None:
+    device = DevicePool.from_layers("kv", torch.zeros(3, 256, 8, dtype=torch.uint8), page_size=64)
+    host = HostPool.allocate(device, pages=4, pin=lambda buffer: halves(buffer)[:1])
+    with pytest.raises(LayoutError, match="registrations: 3072 of the host buffer's 6144 bytes"):
+        Pool.pair(device, host)

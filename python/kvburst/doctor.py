@@ -128,7 +128,7 @@ def show(diagnosis: Diagnosis, console: Console) -> None:
     row("kvburst", diagnosis.kvburst)
     row("python", f"{diagnosis.python}, {diagnosis.platform}")
     row("compiler", diagnosis.compiler)
-    found("CUDA kernels", diagnosis.cuda_build)
+    found("CUDA toolkit", diagnosis.cuda_build)
     for name, finding in diagnosis.packages.items():
         found(name, finding)
     for name, finding in diagnosis.devices.items():

@@ -21,6 +21,8 @@ HostLayout = Literal["page_first_direct", "layer_first"]
 
 # So many bytes of memory as a one-dimensional uint8 tensor, which owns them.
 Memory = Callable[[int], torch.Tensor]
+# Registers such a tensor's memory with a device; the pinned ranges as (address, bytes).
+Pin = Callable[[torch.Tensor], Sequence[tuple[int, int]]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -249,12 +251,15 @@ class HostPool:
         layout: HostLayout = "page_first_direct",
         stored_layers: Sequence[int] | None = None,
         memory: Memory = allocate_host,
+        pin: Pin | None = None,
     ) -> "HostPool":
         """A new buffer of ``pages`` pages for the layers of ``device``, or only ``stored_layers``.
 
         Rows follow the order of the layers without gaps, so no byte is held for a layer that is
-        not stored. ``memory`` gives the bytes: ``allocate_host`` by default, which is plain memory
-        within the budget.
+        not stored. ``memory`` gives the bytes: by default ``allocate_host``, plain memory within
+        the budget, interleaved over NUMA nodes with ``partial(allocate_host,
+        numa_interleave=True)``. ``pin`` registers them with a device and returns the pinned ranges,
+        which must cover the buffer; copies keep within one range each.
         """
         _check_layout(device.name, layout)
         _check_at_least_one(device.name, "host pages", pages)
@@ -269,6 +274,7 @@ class HostPool:
             layer_ids=device.layer_ids,
             rows=rows,
             tensor=buffer.view(*axes, device.page_bytes),
+            registrations=tuple(pin(buffer)) if pin and count else (),
         )
 
     @classmethod
