@@ -236,6 +236,8 @@ Counted nowhere and slowed by no link. The memory must stay until it is done.)")
           "synchronize", [](HostDevice& self) { self.synchronize(); },
           py::call_guard<py::gil_scoped_release>(),
           "Blocks this thread until all streams are done.")
+      .def("fail_copy_call", &HostDevice::fail_copy_call, py::arg("nth"),
+           "Makes the `nth` call that copies between the tiers, from now on, fail. For tests.")
       .def(
           "counters",
           [](const HostDevice& self, const std::string& direction) {

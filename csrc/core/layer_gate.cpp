@@ -26,15 +26,19 @@ LayerGate::LayerGate(std::shared_ptr<Device> device, std::span<const PoolLayout>
   }
 }
 
+bool LayerGate::has_slot(std::int64_t id) {
+  const std::lock_guard lock(rotation_);
+  const std::shared_ptr<Burst>& earlier = slot_of(id).burst;
+  return !earlier || earlier->done();
+}
+
 void LayerGate::wait_for_slot(std::int64_t id) {
   std::shared_ptr<Burst> earlier;
   {
-    std::unique_lock lock(mutex_);
+    const std::lock_guard lock(rotation_);
     earlier = slot_of(id).burst;
-    if (!earlier) return;
-    issued_.wait(lock, [&] { return earlier->state.load() != BurstState::queued; });
   }
-  earlier->synchronize();
+  if (earlier) earlier->synchronize();
 }
 
 void LayerGate::acquire(std::shared_ptr<Burst> burst) {
@@ -42,7 +46,7 @@ void LayerGate::acquire(std::shared_ptr<Burst> burst) {
 }
 
 bool LayerGate::try_acquire(std::shared_ptr<Burst> burst) {
-  const std::lock_guard lock(mutex_);
+  const std::lock_guard lock(rotation_);
   Slot& slot = slot_of(burst->id);
   if (slot.burst && !slot.burst->done()) return false;
   newest_ = std::max(newest_, burst->id);
@@ -53,17 +57,15 @@ bool LayerGate::try_acquire(std::shared_ptr<Burst> burst) {
 void LayerGate::layer_issued(Burst& burst, int layer, StreamHandle stream) {
   device_->record(slot_of(burst.id).layers[static_cast<std::size_t>(layer)].handle(), stream);
   {
-    // The flag is set under the lock so that a waiter cannot miss the notification.
-    const std::lock_guard lock(mutex_);
+    // Set under the lock, so that a waiter that has just looked cannot miss the notification.
+    const std::lock_guard lock(waiters_);
     burst.issued[static_cast<std::size_t>(layer)].store(true, std::memory_order_release);
   }
   issued_.notify_all();
 }
 
 void LayerGate::burst_settled() {
-  {
-    const std::lock_guard lock(mutex_);
-  }
+  { const std::lock_guard lock(waiters_); }
   issued_.notify_all();
 }
 
@@ -74,7 +76,7 @@ void LayerGate::check_layer(int layer) const {
   }
 }
 
-/// The burst's record, or null if its slot has moved on. Needs the lock.
+/// The burst's record, or null if its slot has moved on. Needs the rotation's lock.
 std::shared_ptr<Burst> LayerGate::current(std::int64_t burst) {
   if (burst < 0 || burst > newest_) {
     throw BurstError(text("burst: ", burst, " was never submitted, the newest is ", newest_));
@@ -83,34 +85,46 @@ std::shared_ptr<Burst> LayerGate::current(std::int64_t burst) {
   return holder->id == burst ? holder : nullptr;
 }
 
+std::shared_ptr<Burst> LayerGate::find(std::int64_t burst) {
+  const std::lock_guard lock(rotation_);
+  return current(burst);
+}
+
 bool LayerGate::ready(const Burst& burst, int layer) const {
   return !stored_[static_cast<std::size_t>(layer)] ||
          burst.issued[static_cast<std::size_t>(layer)].load(std::memory_order_acquire) ||
          burst.state.load(std::memory_order_acquire) == BurstState::failed;
 }
 
-bool LayerGate::is_issued(std::int64_t burst, int layer) {
+bool LayerGate::wait_issued(std::int64_t burst, int layer, std::chrono::milliseconds timeout) {
   check_layer(layer);
-  const std::lock_guard lock(mutex_);
-  const std::shared_ptr<Burst> record = current(burst);
-  return !record || ready(*record, layer);
+  const std::shared_ptr<Burst> record = find(burst);
+  if (!record || ready(*record, layer)) return true;
+  if (timeout.count() == 0) return false;
+  std::unique_lock lock(waiters_);
+  return issued_.wait_for(lock, timeout, [&] { return ready(*record, layer); });
 }
 
 void LayerGate::wait(std::int64_t burst, int layer, std::optional<StreamHandle> stream) {
   check_layer(layer);
+  const std::shared_ptr<Burst> record = find(burst);
+  if (!record) return;
+  if (!ready(*record, layer)) {
+    std::unique_lock lock(waiters_);
+    issued_.wait(lock, [&] { return ready(*record, layer); });
+  }
+  if (record->state.load(std::memory_order_acquire) == BurstState::failed) {
+    throw BurstError(record->error);
+  }
+  if (!stored_[static_cast<std::size_t>(layer)]) return;
   EventHandle event = 0;
   {
-    std::unique_lock lock(mutex_);
-    const std::shared_ptr<Burst> record = current(burst);
-    if (!record) return;
-    issued_.wait(lock, [&] { return ready(*record, layer); });
-    if (record->state.load(std::memory_order_acquire) == BurstState::failed) {
-      throw BurstError(record->error);
-    }
-    if (!stored_[static_cast<std::size_t>(layer)]) return;
+    // Under the lock, so that the slot cannot be handed to a newer burst meanwhile.
+    const std::lock_guard lock(rotation_);
+    if (!current(burst)) return;
     event = slot_of(burst).layers[static_cast<std::size_t>(layer)].handle();
     if (stream) {
-      // Under the lock: once it is let go, the slot may be handed to a newer burst.
+      note_arrival(*record, layer, *stream);
       device_->wait(*stream, event);
       return;
     }
@@ -118,19 +132,42 @@ void LayerGate::wait(std::int64_t burst, int layer, std::optional<StreamHandle> 
   device_->synchronize(event);
 }
 
-bool LayerGate::is_done(std::int64_t burst) {
-  const std::lock_guard lock(mutex_);
+void LayerGate::note_arrival(Burst& burst, int layer, StreamHandle stream) {
+  Slot& slot = slot_of(burst.id);
+  const auto arrival = slot.arrivals.find(layer);
+  if (arrival == slot.arrivals.end()) return;
+  if (burst.awaited[static_cast<std::size_t>(layer)].exchange(true)) return;
+  device_->record(arrival->second.handle(), stream);
+}
+
+std::optional<double> LayerGate::stalls_ms(std::int64_t burst) {
+  const std::lock_guard lock(rotation_);
   const std::shared_ptr<Burst> record = current(burst);
+  if (!record) return std::nullopt;
+  double stalls = 0;
+  const Slot& slot = slot_of(burst);
+  for (const auto& [layer, arrival] : slot.arrivals) {
+    const auto at = static_cast<std::size_t>(layer);
+    // A stream that has not come yet finds the layer in place.
+    if (!record->awaited[at] || !device_->query(arrival.handle())) continue;
+    stalls += std::max(0.0, device_->elapsed_ms(arrival.handle(), slot.layers[at].handle()));
+  }
+  return stalls;
+}
+
+void LayerGate::measure_stalls_at(std::span<const int> layers) {
+  for (Slot& slot : slots_) {
+    for (const int layer : layers) slot.arrivals.try_emplace(layer, device_);
+  }
+}
+
+bool LayerGate::is_done(std::int64_t burst) {
+  const std::shared_ptr<Burst> record = find(burst);
   if (!record) return true;
   if (record->state.load(std::memory_order_acquire) == BurstState::failed) {
     throw BurstError(record->error);
   }
   return record->done();
-}
-
-std::shared_ptr<Burst> LayerGate::find(std::int64_t burst) {
-  const std::lock_guard lock(mutex_);
-  return current(burst);
 }
 
 }  // namespace kvburst

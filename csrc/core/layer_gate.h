@@ -1,7 +1,9 @@
 #pragma once
 
+#include <chrono>
 #include <condition_variable>
 #include <cstdint>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -35,6 +37,10 @@ class LayerGate {
   int num_layers() const { return static_cast<int>(stored_.size()); }
   int num_slots() const { return static_cast<int>(slots_.size()); }
 
+  /// Makes the first wait for each of these layers record one event more, for `stalls_ms`. Before
+  /// the first burst.
+  void measure_stalls_at(std::span<const int> layers);
+
   // The issuer's side.
 
   /// Blocks until the slot that burst `id` will have is free: until the burst that has it is done.
@@ -45,17 +51,24 @@ class LayerGate {
   bool try_acquire(std::shared_ptr<Burst> burst);
   /// Records the layer's event on `stream`, behind the layer's copies, and lets its waiters go on.
   void layer_issued(Burst& burst, int layer, StreamHandle stream);
-  /// Wakes whoever waits for the burst to leave the state `queued`; to be called once it has.
+  /// Wakes the waiters of a burst that has settled.
   void burst_settled();
 
   // The forward's side. A burst that failed is thrown as BurstError; an id that was never
   // submitted, or a layer out of range, is refused.
 
-  /// Whether `wait` would return without blocking the thread on the issuer.
-  bool is_issued(std::int64_t burst, int layer);
+  /// Whether the slot that burst `id` will have is free.
+  bool has_slot(std::int64_t id);
+  /// Blocks the thread until `wait` would not block it on the issuer, for `timeout` at most, and
+  /// returns whether that is so.
+  bool wait_issued(std::int64_t burst, int layer, std::chrono::milliseconds timeout);
   /// Orders `stream` behind the layer, every pool's part of it; without a stream blocks the thread
   /// until the bytes are there. Blocks first for as long as the layer has not been issued.
   void wait(std::int64_t burst, int layer, std::optional<StreamHandle> stream);
+  /// Milliseconds that streams have stood at the gate for this burst, so far: for each measured
+  /// layer, from its first waiter's arrival until the layer was in place. None once the slot has
+  /// moved on. Of a burst that is done.
+  std::optional<double> stalls_ms(std::int64_t burst);
   /// Whether all of the burst is in place.
   bool is_done(std::int64_t burst);
   /// The burst's record; null once its slot has moved on, and the burst is complete.
@@ -65,6 +78,8 @@ class LayerGate {
   struct Slot {
     std::shared_ptr<Burst> burst;
     std::vector<Event> layers;
+    /// By model layer; only where stalls are measured.
+    std::map<int, Event> arrivals;
   };
 
   Slot& slot_of(std::int64_t burst) {
@@ -73,13 +88,18 @@ class LayerGate {
   std::shared_ptr<Burst> current(std::int64_t burst);
   bool ready(const Burst& burst, int layer) const;
   void check_layer(int layer) const;
+  void note_arrival(Burst& burst, int layer, StreamHandle stream);
 
   std::shared_ptr<Device> device_;
   /// By model layer: whether any pool stores it.
   std::vector<bool> stored_;
   std::vector<Slot> slots_;
   std::int64_t newest_ = -1;
-  std::mutex mutex_;
+  /// Of the slots and `newest_`: which burst has which.
+  std::mutex rotation_;
+  /// Of the waiters for *issued* flags. The issuer takes this one alone, and calls no driver under
+  /// it.
+  std::mutex waiters_;
   std::condition_variable issued_;
 };
 

@@ -184,6 +184,9 @@ void HostDevice::copy(StreamHandle handle, Direction direction, std::span<const 
     throw DeviceError(text("copy: ", copies.size(), " copies in a call, must be from 1 to ",
                            limits_.copies_per_call));
   }
+  if (calls_until_failure_ > 0 && --calls_until_failure_ == 0) {
+    throw DeviceError("copy: failed, as it was told to");
+  }
   std::int64_t bytes = 0;
   for (const Copy& copy : copies) {
     check(copy);
@@ -229,6 +232,11 @@ void HostDevice::issue_modelled(HostStream& stream, Link& link, std::span<const 
 CopyCounters HostDevice::counters(Direction direction) const {
   const Counts& counts = counts_[static_cast<std::size_t>(direction)];
   return {counts.calls, counts.copies, counts.bytes};
+}
+
+void HostDevice::fail_copy_call(std::int64_t nth) {
+  if (nth < 1) throw DeviceError(text("fail_copy_call: ", nth, " is below the minimum of 1"));
+  calls_until_failure_ = nth;
 }
 
 void HostDevice::copy_on_device(StreamHandle handle, const Copy& copy) {

@@ -59,6 +59,8 @@ class HostDevice final : public Device {
 
   void copy(StreamHandle stream, Direction direction, std::span<const Copy> copies) override;
   CopyCounters counters(Direction direction) const;
+  /// Makes the `nth` call of `copy` from now on, counted from 1, throw and copy nothing.
+  void fail_copy_call(std::int64_t nth);
 
   // What a forward does in tests and demos: work on a stream that reads and writes device memory.
 
@@ -95,6 +97,7 @@ class HostDevice final : public Device {
   const CopyLimits limits_;
   std::array<Link, 2> links_;
   std::array<Counts, 2> counts_;
+  std::atomic<std::int64_t> calls_until_failure_ = 0;
   mutable std::mutex mutex_;
   std::uintptr_t next_handle_ = 1;
   std::unordered_map<StreamHandle, std::shared_ptr<HostStream>> streams_;

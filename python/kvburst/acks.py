@@ -18,6 +18,10 @@ class Ack:
     num_burst_tokens: int
     """Token slots of the burst, counted once for all pools and layers."""
     num_tokens_by_pool: dict[str, int]
+    caller_us: float = 0.0
+    """Microseconds of the scheduler thread, the allocators not counted."""
+    alloc_us: float = 0.0
+    """Microseconds that the allocators took on it beside that."""
 
     @property
     def node_ids(self) -> list[int]:
@@ -60,7 +64,7 @@ class AckQueue(Sequence[Ack]):
     and `clear` it. Belongs to the scheduler thread.
     """
 
-    def __init__(self, on_retire: Callable[[Ack], None]) -> None:
+    def __init__(self, *on_retire: Callable[[Ack], None]) -> None:
         self._acks: list[Ack] = []
         self._on_retire = on_retire
 
@@ -76,7 +80,8 @@ class AckQueue(Sequence[Ack]):
         ack = self._acks[0]
         ack.finish_event.synchronize()
         del self._acks[0]
-        self._on_retire(ack)
+        for told in self._on_retire:
+            told(ack)
         return ack
 
     def clear(self) -> None:

@@ -1,13 +1,16 @@
 """Schedules bursts and keeps their acks, in the shape of SGLang's `HiCacheController`."""
 
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
+from time import monotonic, perf_counter_ns
 from typing import Literal
 
 import torch
 
 from kvburst._core import (
     Burst,
+    BurstError,
     BurstIssuer,
     BurstPages,
     HostDevice,
@@ -15,12 +18,17 @@ from kvburst._core import (
     LayoutError,
     PageError,
     PlanOptions,
+    Stream,
 )
 from kvburst._indices import index_view
 from kvburst.acks import Ack, AckQueue
 from kvburst.layer_done import LayerDoneCounter
 from kvburst.page_allocator import PageAllocator
 from kvburst.pools import Pool
+from kvburst.stats import BurstRecorder, ControllerStats
+
+# How long an interpreter that exits waits for the threads of a controller.
+_FAREWELL_SECONDS = 4.0
 
 
 @dataclass(frozen=True)
@@ -75,27 +83,67 @@ class _Lane:
     """One direction: pages are collected, submitted as a burst, and held until its ack retires."""
 
     def __init__(
-        self, issuer: BurstIssuer, pages: BurstPages, pool_names: Sequence[str], holds: _Holds
+        self,
+        issuer: BurstIssuer,
+        pages: BurstPages,
+        pool_names: Sequence[str],
+        holds: _Holds,
+        recorder: BurstRecorder,
     ) -> None:
-        self.acks = AckQueue(holds.release)
-        self._issuer = issuer
+        self.issuer = issuer
+        self.acks = AckQueue(recorder.retired, holds.release)
+        self.recorder = recorder
         self._pages = pages
         self._pool_names = pool_names
         self._holds = holds
         self._node_ids: list[int] = []
+        self._caller_ns = 0
+        self._alloc_ns = 0
 
     @property
     def queued_pages(self) -> int:
         return self._pages.num_pages
 
-    def add(
+    def allocate_and_add(
+        self,
+        allocator: PageAllocator,
+        name: str,
+        indices: torch.Tensor,
+        node_id: int,
+        extra_pools: Sequence[PoolTransfer],
+    ) -> torch.Tensor | None:
+        """Queue pages that exist on one tier together with new ones on the other.
+
+        Returns the new ones' slots, or None if that tier is full. Queues all of them or none.
+        """
+        begin = perf_counter_ns()
+        if indices.numel() % allocator.page_size != 0:
+            raise PageError(
+                f"{name}: {indices.numel()} slots is not a multiple of "
+                f"page_size {allocator.page_size}"
+            )
+        allocating = perf_counter_ns()
+        new = allocator.alloc(indices.numel())
+        allocated = perf_counter_ns()
+        if new is None:
+            return None
+        try:
+            device, host = (indices, new) if name == "device_indices" else (new, indices)
+            self._add(device, host, node_id, extra_pools)
+        except PageError:
+            allocator.free(new)
+            raise
+        self._alloc_ns += allocated - allocating
+        self._caller_ns += perf_counter_ns() - begin - (allocated - allocating)
+        return new
+
+    def _add(
         self,
         device_indices: torch.Tensor,
         host_indices: torch.Tensor,
         node_id: int,
         extra_pools: Sequence[PoolTransfer],
     ) -> None:
-        """Queue whole pages; all of them or none."""
         own = [
             (
                 extra.name,
@@ -119,15 +167,28 @@ class _Lane:
             raise
         self._node_ids.append(node_id)
 
-    def submit(self, device: HostDevice, page_size: int) -> Burst | None:
+    def submit(self, device: HostDevice, page_size: int, fence: Stream | None) -> Burst | None:
         """Hand what is queued over as one burst; None if nothing is."""
-        burst = self._issuer.submit(self._pages, self._node_ids, stream=device.current_stream())
+        begin = perf_counter_ns()
+        burst = self.issuer.submit(
+            self._pages, self._node_ids, stream=device.current_stream(), fence=fence
+        )
         if burst is None:
             return None
         self._node_ids = []
         self._holds.submitted(burst)
         tokens = burst.num_pages * page_size
-        self.acks.append(Ack(burst, tokens, dict.fromkeys(self._pool_names, tokens)))
+        caller_ns = self._caller_ns + perf_counter_ns() - begin
+        self.acks.append(
+            Ack(
+                burst,
+                tokens,
+                dict.fromkeys(self._pool_names, tokens),
+                caller_us=caller_ns / 1000,
+                alloc_us=self._alloc_ns / 1000,
+            )
+        )
+        self._caller_ns = self._alloc_ns = 0
         return burst
 
     def reset(self) -> None:
@@ -135,8 +196,16 @@ class _Lane:
         self._holds.release_queued(self._pages)
         self._pages.truncate(0)
         self._node_ids = []
-        self._issuer.drain()
+        self._caller_ns = self._alloc_ns = 0
+        self.issuer.drain()
         self.acks.clear()
+
+
+def _stop(issuers: Sequence[BurstIssuer], timeout: float) -> bool:
+    """Within `timeout` seconds for all of them; whether every thread has ended."""
+    deadline = monotonic() + timeout
+    ended = [issuer.stop(max(0.0, deadline - monotonic())) for issuer in issuers]
+    return all(ended)
 
 
 class BurstController:
@@ -155,11 +224,20 @@ class BurstController:
     options: how bursts are cut into copies.
     check: "slots" reads every index, "pages" only the first of each page.
     gate_slots: loads that may be under way at a time.
+    mode: "thread" hands bursts to a native thread a direction, and the scheduler thread goes on;
+        "inline" issues them on the scheduler thread.
+    write_policy: under "write_back" backups are issued inline whatever the mode, since whoever
+        evicts waits for them.
+    cpus: processors that the threads may run on; none named: any.
+
+    `load_fence_stream` and `write_fence_stream` may be set to the stream that forwards run on: a
+    burst is then ordered behind all that is on it at submission as well. Without that, a load may
+    overwrite pages that a forward launched on another stream than the current one still writes.
 
     All methods belong to the scheduler thread. Index tensors are CPU tensors of int32 or int64, one
     token slot an element, whole pages; they are copied, and may be reused or freed as soon as a
     call returns. Bad ones raise PageError, and nothing has moved or been allocated. The pools'
-    tensors are kept alive; a controller that is dropped waits for its copies.
+    tensors are kept alive; a controller that is dropped waits for its copies, some seconds at most.
     """
 
     def __init__(
@@ -172,6 +250,9 @@ class BurstController:
         options: PlanOptions | None = None,
         check: Literal["pages", "slots"] = "pages",
         gate_slots: int = 3,
+        mode: Literal["thread", "inline"] = "thread",
+        write_policy: Literal["write_through", "write_back"] = "write_through",
+        cpus: Sequence[int] = (),
     ) -> None:
         if not pools:
             raise LayoutError("pools: 0 pools, at least 1 is needed")
@@ -186,7 +267,11 @@ class BurstController:
         layouts = [pool.layout for pool in pools]
         self._gate = LayerGate(device, layouts, slots=gate_slots)
 
-        def lane(direction: Literal["backup", "load"], gate: LayerGate | None) -> _Lane:
+        def lane(
+            direction: Literal["backup", "load"],
+            gate: LayerGate | None,
+            mode: Literal["thread", "inline"],
+        ) -> _Lane:
             return _Lane(
                 BurstIssuer(
                     device,
@@ -194,16 +279,28 @@ class BurstController:
                     direction=direction,
                     gate=gate,
                     options=options,
+                    mode=mode,
+                    cpus=cpus,
                     memory=self.pools,
                 ),
                 BurstPages(layouts, direction=direction, page_size=self.page_size, check=check),
                 [pool.name for pool in pools],
                 _Holds(device_allocator, host_allocator),
+                BurstRecorder(gate if mode == "thread" else None),
             )
 
-        self._backups = lane("backup", None)
-        self._loads = lane("load", self._gate)
+        if write_policy not in ("write_through", "write_back"):
+            raise LayoutError(
+                f"write_policy: {write_policy!r} must be 'write_through' or 'write_back'"
+            )
+        self._backups = lane("backup", None, "inline" if write_policy == "write_back" else mode)
+        self._loads = lane("load", self._gate, mode)
+        self._issuers = (self._backups.issuer, self._loads.issuer)
         self.layer_done_counter = LayerDoneCounter(self._gate, device)
+        self.load_fence_stream: Stream | None = None
+        self.write_fence_stream: Stream | None = None
+        # Threads end before the interpreter does, also if nobody calls `stop`.
+        weakref.finalize(self, _stop, self._issuers, _FAREWELL_SECONDS)
 
     def _common_page_size(self) -> int:
         page_size = self.pools[0].page_size
@@ -243,21 +340,16 @@ class BurstController:
         `priority` is accepted for SGLang's sake: all that is queued leaves together. No pages: an
         empty tensor, no burst and no ack.
         """
-        self._check_length("device_indices", device_indices)
-        host_indices = self.host_allocator.alloc(device_indices.numel())
-        if host_indices is None:
-            return None
-        try:
-            self._backups.add(device_indices, host_indices, node_id, extra_pools)
-        except PageError:
-            self.host_allocator.free(host_indices)
-            raise
-        self.start_writing()
+        host_indices = self._backups.allocate_and_add(
+            self.host_allocator, "device_indices", device_indices, node_id, extra_pools
+        )
+        if host_indices is not None:
+            self.start_writing()
         return host_indices
 
     def start_writing(self) -> None:
         """Submit queued backups as one burst, behind what is on the current stream."""
-        self._backups.submit(self.device, self.page_size)
+        self._backups.submit(self.device, self.page_size, self.write_fence_stream)
 
     # --- loads -----------------------------------------------------------------------------
 
@@ -272,16 +364,9 @@ class BurstController:
 
         They are on their way after `start_loading`. No pages: an empty tensor, and nothing queued.
         """
-        self._check_length("host_indices", host_indices)
-        device_indices = self.device_allocator.alloc(host_indices.numel())
-        if device_indices is None:
-            return None
-        try:
-            self._loads.add(device_indices, host_indices, node_id, extra_pools)
-        except PageError:
-            self.device_allocator.free(device_indices)
-            raise
-        return device_indices
+        return self._loads.allocate_and_add(
+            self.device_allocator, "host_indices", host_indices, node_id, extra_pools
+        )
 
     def start_loading(self) -> int:
         """Submit queued loads as one burst, behind what is on the current stream.
@@ -293,7 +378,7 @@ class BurstController:
         if self._loads.queued_pages == 0:
             return -1
         burst_id = self.layer_done_counter.update_producer()
-        burst = self._loads.submit(self.device, self.page_size)
+        burst = self._loads.submit(self.device, self.page_size, self.load_fence_stream)
         assert burst is not None
         assert burst.id == burst_id
         return burst_id
@@ -337,6 +422,14 @@ class BurstController:
 
     # --- lifecycle -------------------------------------------------------------------------
 
+    def drain(self) -> None:
+        """Block until every burst submitted so far is in place, on this rank.
+
+        Raises BurstError if a thread was left behind by `stop`.
+        """
+        for issuer in self._issuers:
+            issuer.drain()
+
     def reset(self) -> None:
         """Forget what is queued, wait for what is under way and retire it. Blocks.
 
@@ -347,12 +440,21 @@ class BurstController:
         self._loads.reset()
         self.layer_done_counter.reset()
 
-    def stop(self) -> None:
-        """Wait for what is under way. May be called again; the controller remains usable."""
-        self.reset()
+    def stop(self, timeout: float = 10.0) -> None:
+        """End the threads once what is submitted is issued, within `timeout` seconds.
 
-    def _check_length(self, name: str, indices: torch.Tensor) -> None:
-        if indices.numel() % self.page_size != 0:
-            raise PageError(
-                f"{name}: {indices.numel()} slots is not a multiple of page_size {self.page_size}"
+        After that bursts are issued inline. Raises BurstError if a thread is stuck in the driver
+        for longer: what is not issued has then failed, and submissions raise. May be called again.
+        """
+        if not timeout >= 0:
+            raise LayoutError(f"timeout: {timeout} seconds must be at least 0")
+        if not _stop(self._issuers, timeout):
+            raise BurstError(
+                f"stop: an issuer is still stuck in the driver after {timeout} s, it is left behind"
             )
+
+    def stats(self) -> ControllerStats:
+        """What the bursts retired so far took."""
+        return ControllerStats(
+            loads=self._loads.recorder.stats(), backups=self._backups.recorder.stats()
+        )

@@ -1,0 +1,110 @@
+#include "core/issue_body.h"
+
+#include <chrono>
+#include <exception>
+#include <optional>
+#include <span>
+#include <utility>
+
+#include "core/error.h"
+#include "core/format.h"
+
+namespace kvburst {
+namespace {
+
+double microseconds(std::chrono::steady_clock::duration time) {
+  return std::chrono::duration<double, std::micro>(time).count();
+}
+
+std::string list(std::span<const std::int64_t> values) {
+  std::string out = "[";
+  for (const std::int64_t value : values) out += text(out.size() > 1 ? ", " : "", value);
+  return out + "]";
+}
+
+std::string group_name(const CopyPlanner& planner, std::size_t index) {
+  const LayerGroup& group = planner.groups()[index];
+  const PoolLayout& pool = planner.pools()[static_cast<std::size_t>(group.pool)];
+  const auto stored = pool.stored().subspan(static_cast<std::size_t>(group.first),
+                                            static_cast<std::size_t>(group.layers));
+  return text("group ", index + 1, " of ", planner.groups().size(), " (pool '", pool.name(),
+              "', layers ", stored.front().layer, " to ", stored.back().layer, ")");
+}
+
+std::string failure(const Burst& burst, const std::string& where, const std::string& what) {
+  return text(burst.title(), " failed in ", where, ", node_ids ", list(burst.node_ids), ": ", what);
+}
+
+}  // namespace
+
+IssueBody::IssueBody(std::shared_ptr<Device> device, std::vector<PoolLayout> layouts,
+                     Direction direction, std::shared_ptr<LayerGate> gate,
+                     const PlanOptions& options)
+    : device_(std::move(device)),
+      planner_(std::move(layouts), direction, device_->limits(), options),
+      gate_(std::move(gate)),
+      stream_(device_) {
+  if (!gate_) return;
+  for (const PoolLayout& pool : planner_.pools()) {
+    if (pool.num_layers() > gate_->num_layers()) {
+      throw LayoutError(text("gate: has ", gate_->num_layers(), " layers, pool '", pool.name(),
+                             "' has ", pool.num_layers()));
+    }
+  }
+}
+
+void IssueBody::issue(Burst& burst) {
+  const auto begin = std::chrono::steady_clock::now();
+  const std::size_t groups = planner_.groups().size();
+  std::optional<std::size_t> group;
+  IssueTally tally;
+  tally.queue_us = microseconds(begin - burst.submitted);
+  try {
+    planner_.plan(burst.pages, burst.plan);
+    if (burst.fenced) device_->wait(stream_.handle(), burst.fence.handle());
+    device_->wait(stream_.handle(), burst.ready.handle());
+    device_->record(burst.start.handle(), stream_.handle());
+    for (group = 0; *group < groups && !burst.settled(); ++*group) {
+      issue_group(burst, *group, tally);
+    }
+    device_->record(burst.finish.handle(), stream_.handle());
+    tally.issue_us = microseconds(std::chrono::steady_clock::now() - begin);
+    settle(burst, BurstState::issued, {}, tally);
+  } catch (const std::exception& error) {
+    const std::string where = !group            ? "its start"
+                              : *group < groups ? group_name(planner_, *group)
+                                                : "its finish";
+    std::string what = failure(burst, where, error.what());
+    try {
+      // What was issued still runs: `finish` says when its pages are no longer written.
+      device_->record(burst.finish.handle(), stream_.handle());
+    } catch (const std::exception& also) {
+      what += text("; and the finish event: ", also.what());
+    }
+    settle(burst, BurstState::failed, std::move(what), tally);
+  }
+}
+
+void IssueBody::issue_group(Burst& burst, std::size_t group, IssueTally& tally) {
+  const BatchSink sink = [&](std::span<const Copy> copies) {
+    device_->copy(stream_.handle(), burst.direction, copies);
+    tally.copies += static_cast<std::int64_t>(copies.size());
+    for (const Copy& copy : copies) tally.bytes += static_cast<std::int64_t>(copy.bytes());
+  };
+  planner_.emit(burst.plan, group, batch_, sink, tally.registration_splits);
+  if (!gate_) return;
+  for (const int layer : planner_.groups()[group].completes) {
+    gate_->layer_issued(burst, layer, stream_.handle());
+  }
+}
+
+void IssueBody::give_up(Burst& burst, const std::string& why) {
+  settle(burst, BurstState::failed, failure(burst, "the queue", why), {});
+}
+
+void IssueBody::settle(Burst& burst, BurstState outcome, std::string why,
+                       const IssueTally& tally) {
+  if (burst.settle(outcome, std::move(why), tally) && gate_) gate_->burst_settled();
+}
+
+}  // namespace kvburst
