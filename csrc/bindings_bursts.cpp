@@ -39,10 +39,8 @@ void wait_issued(LayerGate& gate, std::int64_t burst, int layer) {
     }
     if (PyErr_CheckSignals() != 0) throw py::error_already_set();
     if (seconds % kLookUpsALine == 0) {
-      py::module_::import("logging")
-          .attr("getLogger")("kvburst")
-          .attr("warning")("load %d: layer %d is still not issued after %d s", burst, layer,
-                           seconds);
+      py::module_::import("logging").attr("getLogger")("kvburst").attr("warning")(
+          "load %d: layer %d is still not issued after %d s", burst, layer, seconds);
     }
   }
 }
@@ -54,9 +52,9 @@ Stands for its own burst for as long as it is kept.)")
       .def(
           "query",
           [](const BurstEvent& self) {
-            return self.is_finish ? self.burst->done()
-                                  : self.burst->settled() &&
-                                        self.burst->device().query(self.handle());
+            return self.is_finish
+                       ? self.burst->done()
+                       : self.burst->settled() && self.burst->device().query(self.handle());
           },
           "True once the burst has been issued and is done, or has failed.")
       .def(
@@ -76,7 +74,8 @@ Stands for its own burst for as long as it is kept.)")
             Device& device = self.burst->device();
             device.wait(handle_or_current(stream, device), self.handle());
           },
-          py::arg("stream") = nullptr, "Orders `stream` (default: the current one) behind it; blocks while it is not issued.")
+          py::arg("stream") = nullptr,
+          "Orders `stream` (default: the current one) behind it; blocks while it is not issued.")
       .def(
           "elapsed_time",
           [](const BurstEvent& self, const BurstEvent& end) {

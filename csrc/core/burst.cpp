@@ -17,9 +17,7 @@ Burst::Burst(const std::shared_ptr<Device>& device, int layers)
 
 std::string Burst::title() const { return text(name_of(direction), " ", id); }
 
-bool Burst::done() const {
-  return settled() && device_->query(finish.handle());
-}
+bool Burst::done() const { return settled() && device_->query(finish.handle()); }
 
 void Burst::synchronize() const {
   state.wait(BurstState::queued, std::memory_order_acquire);

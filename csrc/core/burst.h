@@ -82,8 +82,8 @@ class Burst {
   bool settled() const { return state.load(std::memory_order_acquire) != BurstState::queued; }
   /// Blocks the calling thread until `done`.
   void synchronize() const;
-  /// Says what the burst came to and wakes whoever waits for that. The first to settle a burst wins;
-  /// false for all others, whose outcome is dropped. Any thread.
+  /// Says what the burst came to and wakes whoever waits for that. The first to settle a burst
+  /// wins; false for all others, whose outcome is dropped. Any thread.
   bool settle(BurstState outcome, std::string why, const IssueTally& counted);
   Device& device() const { return *device_; }
 

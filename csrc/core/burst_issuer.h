@@ -41,8 +41,8 @@ class BurstIssuer {
   BurstIssuer(std::shared_ptr<Device> device, std::vector<PoolLayout> layouts, Direction direction,
               std::shared_ptr<LayerGate> gate, const PlanOptions& options,
               IssuerOptions issuer = {});
-  /// Waits for what was submitted, some seconds at most: what is stuck in the driver by then is left
-  /// behind, together with what it may still use.
+  /// Waits for what was submitted, some seconds at most: what is stuck in the driver by then is
+  /// left behind, together with what it may still use.
   ~BurstIssuer();
 
   /// Takes the collected pages (`pages` is empty afterwards) and issues them behind all work that

@@ -43,7 +43,8 @@ IssueBody::IssueBody(std::shared_ptr<Device> device, std::vector<PoolLayout> lay
     : device_(std::move(device)),
       planner_(std::move(layouts), direction, device_->limits(), options),
       gate_(std::move(gate)),
-      stream_(device_) {
+      stream_(device_),
+      reader_(device_) {
   if (!gate_) return;
   for (const PoolLayout& pool : planner_.pools()) {
     if (pool.num_layers() > gate_->num_layers()) {
@@ -60,7 +61,9 @@ void IssueBody::issue(Burst& burst) {
   IssueTally tally;
   tally.queue_us = microseconds(begin - burst.submitted);
   try {
-    planner_.plan(burst.pages, burst.plan);
+    pages_ = burst.pages;
+    reader_.read(pages_, burst.ready.handle(), burst.direction);
+    planner_.plan(pages_, burst.plan);
     if (burst.fenced) device_->wait(stream_.handle(), burst.fence.handle());
     device_->wait(stream_.handle(), burst.ready.handle());
     device_->record(burst.start.handle(), stream_.handle());
@@ -102,8 +105,7 @@ void IssueBody::give_up(Burst& burst, const std::string& why) {
   settle(burst, BurstState::failed, failure(burst, "the queue", why), {});
 }
 
-void IssueBody::settle(Burst& burst, BurstState outcome, std::string why,
-                       const IssueTally& tally) {
+void IssueBody::settle(Burst& burst, BurstState outcome, std::string why, const IssueTally& tally) {
   if (burst.settle(outcome, std::move(why), tally) && gate_) gate_->burst_settled();
 }
 

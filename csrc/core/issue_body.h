@@ -9,12 +9,14 @@
 #include "core/copy_plan.h"
 #include "core/device.h"
 #include "core/layer_gate.h"
+#include "core/page_reader.h"
 
 namespace kvburst {
 
 /// What is done for a burst, whichever thread does it: order the transfer stream behind the
-/// submitter's and the fence, make the plan, hand the copies over group by group, record each
-/// layer's event behind the last copy of that layer, record the finish.
+/// submitter's and the fence, read the page ids that lie on the device, make the plan, hand the
+/// copies over group by group, record each layer's event behind the last copy of that layer, record
+/// the finish.
 ///
 /// It copies, and only copies: which pages, when, and what an ack means are decided above it. One
 /// thread at a time.
@@ -44,6 +46,9 @@ class IssueBody {
   CopyPlanner planner_;
   std::shared_ptr<LayerGate> gate_;
   Stream stream_;
+  PageReader reader_;
+  /// What the burst's pages turn out to be, in the order of the plan.
+  PageLists pages_;
   std::vector<Copy> batch_;
 };
 

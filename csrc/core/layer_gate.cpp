@@ -65,7 +65,9 @@ void LayerGate::layer_issued(Burst& burst, int layer, StreamHandle stream) {
 }
 
 void LayerGate::burst_settled() {
-  { const std::lock_guard lock(waiters_); }
+  {
+    const std::lock_guard lock(waiters_);
+  }
   issued_.notify_all();
 }
 

@@ -85,11 +85,14 @@ void PageAllocator::give_back(const std::vector<std::int64_t>& pages) {
 std::int64_t PageAllocator::hold(std::span<const PagePair> pairs, Tier tier) {
   for (const PagePair& pair : pairs) {
     const std::int64_t page = page_of(pair, tier);
+    if (page == kDeferred) continue;
     if (page < 0 || page >= pages() || state_[at(page)] != State::used) {
       throw PageError(text(name_, ": page ", page, " is not allocated, a burst cannot use it"));
     }
   }
-  for (const PagePair& pair : pairs) ++holds_[at(page_of(pair, tier))];
+  for (const PagePair& pair : pairs) {
+    if (const std::int64_t page = page_of(pair, tier); page != kDeferred) ++holds_[at(page)];
+  }
   return resets_;
 }
 
@@ -98,6 +101,7 @@ void PageAllocator::release(std::span<const PagePair> pairs, Tier tier, std::int
   scratch_.clear();
   for (const PagePair& pair : pairs) {
     const std::int64_t page = page_of(pair, tier);
+    if (page == kDeferred) continue;
     if (--holds_[at(page)] == 0 && state_[at(page)] == State::freed_while_held) {
       scratch_.push_back(page);
     }

@@ -43,7 +43,8 @@ class PageAllocator {
   void free(const IndexView& slots);
 
   /// Keeps pages from being handed out until they are released as often as they were held. All or
-  /// none: throws PageError on a page that is not allocated. Returns the reset that it belongs to.
+  /// none: throws PageError on a page that is not allocated. Deferred pages, which nobody knows
+  /// yet, are passed over. Returns the reset that it belongs to.
   std::int64_t hold(std::span<const PagePair> pages, Tier tier);
   /// Undoes a hold; of no effect if the allocator has been reset since.
   void release(std::span<const PagePair> pages, Tier tier, std::int64_t reset);

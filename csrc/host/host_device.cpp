@@ -178,6 +178,10 @@ void HostDevice::check(const Copy& copy) const {
   }
 }
 
+std::shared_ptr<std::byte[]> HostDevice::landing(std::size_t bytes) {
+  return std::make_shared<std::byte[]>(bytes);
+}
+
 void HostDevice::copy(StreamHandle handle, Direction direction, std::span<const Copy> copies) {
   const std::shared_ptr<HostStream> stream = find_stream(handle);
   if (copies.empty() || copies.size() > limits_.copies_per_call) {

@@ -57,6 +57,8 @@ class HostDevice final : public Device {
   void synchronize();
   double elapsed_ms(EventHandle start, EventHandle end) override;
 
+  std::shared_ptr<std::byte[]> landing(std::size_t bytes) override;
+  void read(StreamHandle stream, const Copy& copy) override { copy_on_device(stream, copy); }
   void copy(StreamHandle stream, Direction direction, std::span<const Copy> copies) override;
   CopyCounters counters(Direction direction) const;
   /// Makes the `nth` call of `copy` from now on, counted from 1, throw and copy nothing.

@@ -24,6 +24,7 @@ from kvburst._core import (
 )
 
 if TYPE_CHECKING:
+    from kvburst._indices import StreamIndices
     from kvburst.acks import Ack, AckQueue
     from kvburst.controller import BurstController, PoolTransfer
     from kvburst.layer_done import LayerDoneCounter
@@ -52,6 +53,7 @@ __all__ = [
     "Pool",
     "PoolTransfer",
     "Stream",
+    "StreamIndices",
     "__version__",
 ]
 
@@ -63,6 +65,7 @@ _MODULES = {
     "PoolTransfer": "controller",
     "LayerDoneCounter": "layer_done",
     "PageAllocator": "page_allocator",
+    "StreamIndices": "_indices",
     "DevicePool": "pools",
     "HostPool": "pools",
     "Pool": "pools",

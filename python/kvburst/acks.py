@@ -4,6 +4,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import overload
 
+import torch
+
 from kvburst._core import Burst, BurstError, BurstEvent
 
 
@@ -22,6 +24,8 @@ class Ack:
     """Microseconds of the scheduler thread, the allocators not counted."""
     alloc_us: float = 0.0
     """Microseconds that the allocators took on it beside that."""
+    kept: tuple[torch.Tensor, ...] = ()
+    """Index tensors in device memory, which the issuer reads."""
 
     @property
     def node_ids(self) -> list[int]:

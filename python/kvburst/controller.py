@@ -20,7 +20,7 @@ from kvburst._core import (
     PlanOptions,
     Stream,
 )
-from kvburst._indices import index_view
+from kvburst._indices import StreamIndices, deferred_view, index_view
 from kvburst.acks import Ack, AckQueue
 from kvburst.layer_done import LayerDoneCounter
 from kvburst.page_allocator import PageAllocator
@@ -97,6 +97,7 @@ class _Lane:
         self._pool_names = pool_names
         self._holds = holds
         self._node_ids: list[int] = []
+        self._kept: list[torch.Tensor] = []
         self._caller_ns = 0
         self._alloc_ns = 0
 
@@ -108,7 +109,7 @@ class _Lane:
         self,
         allocator: PageAllocator,
         name: str,
-        indices: torch.Tensor,
+        indices: torch.Tensor | StreamIndices,
         node_id: int,
         extra_pools: Sequence[PoolTransfer],
     ) -> torch.Tensor | None:
@@ -117,19 +118,24 @@ class _Lane:
         Returns the new ones' slots, or None if that tier is full. Queues all of them or none.
         """
         begin = perf_counter_ns()
-        if indices.numel() % allocator.page_size != 0:
+        tensor = indices.indices if isinstance(indices, StreamIndices) else indices
+        slots = tensor.numel()
+        if slots % allocator.page_size != 0:
             raise PageError(
-                f"{name}: {indices.numel()} slots is not a multiple of "
-                f"page_size {allocator.page_size}"
+                f"{name}: {slots} slots is not a multiple of page_size {allocator.page_size}"
             )
         allocating = perf_counter_ns()
-        new = allocator.alloc(indices.numel())
+        new = allocator.alloc(slots)
         allocated = perf_counter_ns()
         if new is None:
             return None
         try:
-            device, host = (indices, new) if name == "device_indices" else (new, indices)
-            self._add(device, host, node_id, extra_pools)
+            if name == "host_indices":
+                self._add(new, tensor, node_id, extra_pools)
+            elif isinstance(indices, StreamIndices) or tensor.device.type != "cpu":
+                self._add_deferred(tensor, new, node_id, extra_pools)
+            else:
+                self._add(tensor, new, node_id, extra_pools)
         except PageError:
             allocator.free(new)
             raise
@@ -158,6 +164,29 @@ class _Lane:
             host=index_view("host_indices", host_indices),
             own=own,
         )
+        self._added(before, added, node_id)
+
+    def _add_deferred(
+        self,
+        device_indices: torch.Tensor,
+        host_indices: torch.Tensor,
+        node_id: int,
+        extra_pools: Sequence[PoolTransfer],
+    ) -> None:
+        if extra_pools:
+            raise PageError(
+                f"{extra_pools[0].name}: device_indices lie on the device, so no pool can have "
+                "pages of its own"
+            )
+        before = self._pages.num_pages
+        added = self._pages.append_deferred(
+            device=deferred_view("device_indices", device_indices),
+            host=index_view("host_indices", host_indices),
+        )
+        self._added(before, added, node_id)
+        self._kept.append(device_indices)
+
+    def _added(self, before: int, added: int, node_id: int) -> None:
         if added == 0:
             return
         try:
@@ -186,8 +215,10 @@ class _Lane:
                 dict.fromkeys(self._pool_names, tokens),
                 caller_us=caller_ns / 1000,
                 alloc_us=self._alloc_ns / 1000,
+                kept=tuple(self._kept),
             )
         )
+        self._kept = []
         self._caller_ns = self._alloc_ns = 0
         return burst
 
@@ -196,6 +227,7 @@ class _Lane:
         self._holds.release_queued(self._pages)
         self._pages.truncate(0)
         self._node_ids = []
+        self._kept = []
         self._caller_ns = self._alloc_ns = 0
         self.issuer.drain()
         self.acks.clear()
@@ -330,7 +362,7 @@ class BurstController:
 
     def write(
         self,
-        device_indices: torch.Tensor,
+        device_indices: torch.Tensor | StreamIndices,
         priority: int | None = None,
         node_id: int = -1,
         extra_pools: Sequence[PoolTransfer] = (),
@@ -338,7 +370,8 @@ class BurstController:
         """Back up pages, at once: returns their slots on the host, or None if it is full.
 
         `priority` is accepted for SGLang's sake: all that is queued leaves together. No pages: an
-        empty tensor, no burst and no ack.
+        empty tensor, no burst and no ack. Indices on a GPU, or `StreamIndices`, are read by the
+        issuer; wrong ones then fail the burst.
         """
         host_indices = self._backups.allocate_and_add(
             self.host_allocator, "device_indices", device_indices, node_id, extra_pools
