@@ -2,6 +2,7 @@
 
 #include "bindings.h"
 #include "host/host_device.h"
+#include "host/null_device.h"
 
 namespace kvburst::bindings {
 namespace {
@@ -244,6 +245,19 @@ Counted nowhere and slowed by no link. The memory must stay until it is done.)")
             return self.counters(direction_of(direction));
           },
           py::arg("direction"));
+
+  py::class_<NullDevice, Device, std::shared_ptr<NullDevice>>(
+      module, "NullDevice", R"(Accepts every call and moves nothing.
+
+What remains of a burst is the cost of planning and issuing it. For benchmarks.)")
+      .def(py::init([](std::optional<CopyLimits> limits) {
+             return std::make_shared<NullDevice>(limits.value_or(CopyLimits{}));
+           }),
+           py::kw_only(), py::arg("limits") = py::none())
+      .def_property_readonly("limits", &NullDevice::limits)
+      .def("current_stream", [](const std::shared_ptr<NullDevice>& self) {
+        return BoundStream{self, self->current_stream(), nullptr, {}};
+      });
 }
 
 }  // namespace kvburst::bindings

@@ -1,7 +1,7 @@
 #include <algorithm>
-#include <array>
 #include <optional>
 #include <string>
+#include <tuple>
 
 #include "bindings.h"
 #include "core/burst.h"
@@ -12,7 +12,8 @@ namespace kvburst::bindings {
 namespace {
 
 using AddressAndSize = std::pair<std::uintptr_t, std::size_t>;
-using CopyTuple = std::array<std::size_t, 6>;
+using CopyTuple =
+    std::tuple<std::uintptr_t, std::uintptr_t, std::size_t, std::size_t, std::size_t, std::size_t>;
 
 /// An index tensor's memory together with the name it goes by in messages.
 struct BoundIndices {
@@ -49,7 +50,7 @@ struct BoundPlan {
         [&](std::span<const Copy> copies) {
           batches.emplace_back();
           for (const Copy& c : copies) {
-            batches.back().push_back({c.dst, c.src, c.width, c.height, c.dst_pitch, c.src_pitch});
+            batches.back().emplace_back(c.dst, c.src, c.width, c.height, c.dst_pitch, c.src_pitch);
           }
         },
         splits);

@@ -14,11 +14,17 @@
 
 namespace kvburst {
 
-/// Pages that follow each other on both tiers.
+/// Pages that follow each other on both tiers; in a backup by chunks, within one chunk.
 struct Run {
   std::int64_t device;
   std::int64_t host;
   std::int64_t pages;
+};
+
+/// Runs of the same length.
+struct RunLength {
+  std::int64_t pages;
+  std::int64_t runs;
 };
 
 /// How many copies a plan takes, and how many it would have taken otherwise.
@@ -38,6 +44,8 @@ struct CopyCount {
 /// The pages of one burst as runs. Made by a CopyPlanner, which turns it into copies.
 struct CopyPlan {
   std::vector<std::vector<Run>> runs;
+  /// How many runs of each length, in the same order: they are counted once and not once a group.
+  std::vector<std::vector<RunLength>> lengths;
   /// Index into `runs`, one a pool.
   std::vector<int> list_of_pool;
   /// Registration splits not included: those are found when the copies are made.
@@ -82,9 +90,14 @@ class CopyPlanner {
             const BatchSink& sink, std::int64_t& registration_splits) const;
 
  private:
+  class Batcher;
+
   std::int64_t copies_of(const PoolLayout& pool, std::int64_t pages, std::int64_t layers) const;
+  std::int64_t chunk_pages() const;
   bool rows_of_pages(const PoolLayout& pool) const;
-  void count(const LayerGroup& group, const std::vector<Run>& runs, CopyCount& count) const;
+  void count(const LayerGroup& group, std::span<const RunLength> lengths, CopyCount& count) const;
+  void emit_span(const PoolLayout& pool, const LayerSpan& span, std::span<const Run> runs,
+                 Batcher& batcher) const;
 
   std::vector<PoolLayout> pools_;
   Direction direction_;

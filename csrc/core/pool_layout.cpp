@@ -127,8 +127,7 @@ PoolLayout::PoolLayout(std::string name, std::span<const int> layer_ids, DeviceT
       host_pages_(host.pages),
       host_(host.address),
       host_page_stride_(host.page_stride),
-      host_layer_stride_(host.layer_stride),
-      num_layers_(layer_ids.empty() ? 0 : layer_ids.back() + 1) {
+      host_layer_stride_(host.layer_stride) {
   const std::string pool = text("pool '", name_, "'");
   if (layer_ids.size() != device.layers.size() || layer_ids.size() != host.rows.size()) {
     throw LayoutError(text(pool, ": ", layer_ids.size(), " layer_ids, ", device.layers.size(),
@@ -146,6 +145,7 @@ PoolLayout::PoolLayout(std::string name, std::span<const int> layer_ids, DeviceT
       throw LayoutError(text(pool, ": layer_ids: ", layer_ids[i], " is too large"));
     }
   }
+  num_layers_ = layer_ids.back() + 1;
   check_positive(pool + ": device pages", device.pages);
   check_positive(pool + ": host pages", host.pages);
   if (device.page_bytes == 0) {

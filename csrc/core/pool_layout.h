@@ -105,7 +105,7 @@ class PoolLayout {
   std::uintptr_t host_;
   std::size_t host_page_stride_;
   std::size_t host_layer_stride_;
-  int num_layers_;
+  int num_layers_ = 0;
   std::vector<StoredLayer> stored_;
   std::vector<MemoryRange> registrations_;
 };

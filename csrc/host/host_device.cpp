@@ -101,7 +101,9 @@ std::shared_ptr<HostDevice::HostEvent> HostDevice::find_event(EventHandle handle
   return found->second;
 }
 
-std::shared_ptr<Mark> HostDevice::HostEvent::renew() {
+/// Under the lock a mark reaches its stream before anybody sees it: a wait on the same stream that
+/// came in between would be ahead of what it waits for.
+void HostDevice::HostEvent::record(HostStream& on) {
   const std::lock_guard lock(mutex_);
   // Reused if nobody else can still see it: only this event hands it out.
   if (mark_ && mark_.use_count() == 1) {
@@ -109,7 +111,7 @@ std::shared_ptr<Mark> HostDevice::HostEvent::renew() {
   } else {
     mark_ = std::make_shared<Mark>();
   }
-  return mark_;
+  on.push(HostStream::Reach{mark_});
 }
 
 std::shared_ptr<Mark> HostDevice::HostEvent::mark() const {
@@ -119,7 +121,7 @@ std::shared_ptr<Mark> HostDevice::HostEvent::mark() const {
 
 void HostDevice::record(EventHandle event, StreamHandle stream) {
   const std::shared_ptr<HostStream> on = find_stream(stream);
-  on->push(HostStream::Reach{find_event(event)->renew()});
+  find_event(event)->record(*on);
 }
 
 void HostDevice::wait(StreamHandle stream, EventHandle event) {

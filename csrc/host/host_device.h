@@ -77,7 +77,7 @@ class HostDevice final : public Device {
  private:
   class HostEvent {
    public:
-    std::shared_ptr<Mark> renew();
+    void record(HostStream& on);
     std::shared_ptr<Mark> mark() const;
 
    private:

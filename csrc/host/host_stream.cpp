@@ -76,18 +76,19 @@ void HostStream::push(Operation operation, std::size_t copies) {
     }
     copies_outstanding_ += copies;
     queue_.push_back({std::move(operation), now()});
+    ++pushed_;
   }
   work_.notify_one();
 }
 
 bool HostStream::idle() const {
   const std::lock_guard lock(mutex_);
-  return queue_.empty() && !busy_;
+  return done_ == pushed_;
 }
 
 void HostStream::synchronize() {
   std::unique_lock lock(mutex_);
-  progress_.wait(lock, [&] { return queue_.empty() && !busy_; });
+  progress_.wait(lock, [&, so_far = pushed_] { return done_ >= so_far; });
 }
 
 std::vector<Copy> HostStream::spare() {
@@ -105,14 +106,13 @@ void HostStream::run() {
     if (queue_.empty()) return;
     Entry entry = std::move(queue_.front());
     queue_.pop_front();
-    busy_ = true;
     lock.unlock();
 
     time_ = std::max(time_, entry.enqueued);
     std::visit([&](const auto& work) { perform(work, entry.enqueued); }, entry.operation);
 
     lock.lock();
-    busy_ = false;
+    ++done_;
     if (auto* work = std::get_if<Copies>(&entry.operation)) {
       copies_outstanding_ -= work->copies.size();
       work->copies.clear();

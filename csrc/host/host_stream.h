@@ -88,6 +88,7 @@ class HostStream {
   /// Works off the queue and ends the thread; nothing may be pushed after it.
   void finish();
   bool idle() const;
+  /// Blocks until all that has been pushed so far is done.
   void synchronize();
   /// An empty vector with memory that was used before, where there is one.
   std::vector<Copy> spare();
@@ -116,7 +117,8 @@ class HostStream {
   std::deque<Entry> queue_;
   std::vector<std::vector<Copy>> spare_;
   std::size_t copies_outstanding_ = 0;
-  bool busy_ = false;
+  std::uint64_t pushed_ = 0;
+  std::uint64_t done_ = 0;
   bool finishing_ = false;
   /// Where the stream's own time stands. Of the worker alone.
   Time time_ = 0;
