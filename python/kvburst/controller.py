@@ -414,6 +414,7 @@ class BurstController:
         burst = self._loads.submit(self.device, self.page_size, self.load_fence_stream)
         assert burst is not None
         assert burst.id == burst_id
+        self.layer_done_counter.submitted(burst_id)
         return burst_id
 
     def is_load_back_event_done(self, burst_id: int) -> bool:

@@ -82,11 +82,17 @@ class LayerDoneCounter:
         return self._gate.num_slots
 
     def update_producer(self) -> int:
-        """The next load's id; blocks while the gate slot that it needs is still copying."""
+        """The next load's id; blocks while the gate slot that it needs is still copying.
+
+        The same again until that load is submitted.
+        """
         self._gate.wait_for_slot(self._next)
-        self.producer_index = self._next
-        self._next += 1
-        return self.producer_index
+        return self._next
+
+    def submitted(self, burst: int) -> None:
+        """Load `burst` is under way, and now the newest."""
+        self.producer_index = burst
+        self._next = burst + 1
 
     def set_consumer(self, index: int) -> None:
         self.consumer_index = index
