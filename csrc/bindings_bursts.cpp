@@ -1,3 +1,4 @@
+#include <algorithm>
 #include <chrono>
 #include <optional>
 
@@ -16,6 +17,14 @@ struct BurstEvent {
 
   EventHandle handle() const { return (is_finish ? burst->finish : burst->start).handle(); }
 };
+
+/// A Python object that native code keeps, and may let go of without the GIL.
+std::shared_ptr<const void> kept(py::object object) {
+  return {object.release().ptr(), [](PyObject* pointer) {
+            const py::gil_scoped_acquire locked;
+            Py_DECREF(pointer);
+          }};
+}
 
 /// What a burst came to, or nothing yet: another thread may be writing it.
 IssueTally outcome(const Burst& burst) { return burst.settled() ? burst.tally : IssueTally{}; }
@@ -104,7 +113,7 @@ May be read from any thread.)")
           [](const Burst& self) { return planned(self).one_per_page_and_layer; },
           "Copies it would have taken with one for every page of every layer.")
       .def_property_readonly(
-          "neighbours_merged", [](const Burst& self) { return self.plan.count.neighbours_merged; },
+          "neighbours_merged", [](const Burst& self) { return planned(self).neighbours_merged; },
           "Copies it would have taken with neighbouring pages merged, but no layers.")
       .def_property_readonly("fallbacks",
                              [](const Burst& self) { return fallbacks(planned(self)); })
@@ -113,6 +122,9 @@ May be read from any thread.)")
                                if (self.state != BurstState::failed) return std::nullopt;
                                return self.error;
                              })
+      .def_property_readonly(
+          "abandoned", [](const Burst& self) { return self.abandoned.load(); },
+          "Whether it failed while the issuer was stuck in it: its pages may be used for ever.")
       .def_readonly("caller_us", &Burst::caller_us,
                     "Microseconds that the submitting thread spent in submit.")
       .def_property_readonly(
@@ -178,22 +190,23 @@ on a thread.)")
 
 ``mode="inline"``: on the thread that submits; ``"thread"``: on a native thread of its own, which
 may run on the processors ``cpus`` (none named: on any). ``memory``: whatever owns the memory that
-the layouts describe; kept alive until the issuer, which waits for its copies, is gone.)")
+the layouts describe; kept alive until the issuer, which waits for its copies, is gone, and for ever
+if they are stuck.)")
       .def(py::init([](const std::shared_ptr<Device>& device, std::vector<PoolLayout> layouts,
                        const std::string& direction, std::shared_ptr<LayerGate> gate,
                        const PlanOptions& options, const std::string& mode, std::vector<int> cpus,
-                       const py::object&) {
+                       const py::object& memory) {
              if (mode != "inline" && mode != "thread") {
                throw LayoutError(text("mode: '", mode, "' must be 'inline' or 'thread'"));
              }
              return make_waiting<BurstIssuer>(device, std::move(layouts), direction_of(direction),
                                               std::move(gate), options,
-                                              IssuerOptions{mode == "thread", std::move(cpus)});
+                                              IssuerOptions{mode == "thread", std::move(cpus), kept(memory)});
            }),
            py::arg("device"), py::arg("layouts"), py::kw_only(), py::arg("direction"),
            py::arg("gate") = nullptr, py::arg("options") = PlanOptions{},
            py::arg("mode") = "inline", py::arg("cpus") = std::vector<int>{},
-           py::arg("memory") = py::none(), py::keep_alive<1, 9>())
+           py::arg("memory") = py::none())
       .def(
           "submit",
           [](BurstIssuer& self, BoundPages& pages, const std::vector<std::int64_t>& node_ids,
@@ -218,9 +231,10 @@ raise. Raises BurstError after a stop that timed out, and in a forked child.)")
       .def(
           "stop",
           [](BurstIssuer& self, double timeout) {
-            const auto milliseconds = std::chrono::milliseconds(static_cast<int>(1000 * timeout));
+            // What is longer than a day, infinity included, is a day.
+            const std::chrono::duration<double> seconds(std::clamp(timeout, 0.0, 86'400.0));
             const py::gil_scoped_release unlocked;
-            return self.stop(milliseconds);
+            return self.stop(std::chrono::duration_cast<std::chrono::milliseconds>(seconds));
           },
           py::arg("timeout"),
           R"(Ends the thread once its queue is empty; later bursts are issued on the caller.

@@ -42,6 +42,7 @@ void Burst::renew(std::int64_t new_id, Direction new_direction) {
   for (std::atomic<bool>& layer : awaited) layer.store(false, std::memory_order_relaxed);
   state.store(BurstState::queued, std::memory_order_relaxed);
   settling_.store(false, std::memory_order_relaxed);
+  abandoned.store(false, std::memory_order_relaxed);
   fenced = false;
   caller_us = 0;
   error.clear();

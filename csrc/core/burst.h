@@ -63,6 +63,8 @@ class Burst {
   /// By model layer: the event in the gate slot that says when its first waiter came is recorded.
   std::vector<std::atomic<bool>> awaited;
   std::atomic<BurstState> state = BurstState::queued;
+  /// Failed while the issuer is stuck in it: nothing says when its pages are no longer used.
+  std::atomic<bool> abandoned = false;
 
   std::chrono::steady_clock::time_point submitted;
   /// Microseconds that the submitting thread spent in `submit`.

@@ -58,16 +58,15 @@ struct BurstIssuer::Queue {
   bool ended = false;
   /// A stop timed out: why nothing is issued any more.
   std::string dead;
-  /// The process whose thread it is.
-  const pid_t process = getpid();
 };
 
 BurstIssuer::BurstIssuer(std::shared_ptr<Device> device, std::vector<PoolLayout> layouts,
                          Direction direction, std::shared_ptr<LayerGate> gate,
                          const PlanOptions& options, IssuerOptions issuer)
     : body_(std::make_shared<IssueBody>(device, std::move(layouts), direction, std::move(gate),
-                                        options)),
-      bursts_(std::move(device), body_->gate() ? body_->gate()->num_layers() : 0) {
+                                        options, std::move(issuer.memory))),
+      bursts_(std::move(device), body_->gate() ? body_->gate()->num_layers() : 0),
+      process_(getpid()) {
   check_cpus(issuer.cpus);
   if (!issuer.threaded) return;
   if (body_->gate()) body_->gate()->measure_stalls_at(first_layers_of_groups(planner()));
@@ -75,9 +74,10 @@ BurstIssuer::BurstIssuer(std::shared_ptr<Device> device, std::vector<PoolLayout>
 }
 
 BurstIssuer::~BurstIssuer() {
-  if (queue_ && queue_->process != getpid()) {
-    // The thread is the parent's. Nothing of it is here, so there is nothing to end.
+  if (process_ != getpid()) {
+    // Threads are the parent's. Nothing of them is here, so there is nothing to wait for.
     if (thread_.joinable()) thread_.detach();
+    leave_body_behind();
     return;
   }
   try {
@@ -85,10 +85,12 @@ BurstIssuer::~BurstIssuer() {
   } catch (const Error&) {
     return;  // The device is going away, and with it what was on the stream.
   }
-  // Stuck in the driver. Whatever is freed now may still be read: the body, and through it the
-  // stream and the device, stay until the process is gone.
-  new std::shared_ptr<IssueBody>(std::move(body_));
+  leave_body_behind();
 }
+
+/// Of what is stuck in the driver, whatever would be freed may still be used: the body, and through
+/// it the stream, the device and the memory, stay until the process is gone.
+void BurstIssuer::leave_body_behind() { new std::shared_ptr<IssueBody>(std::move(body_)); }
 
 bool BurstIssuer::drained_within(std::chrono::milliseconds timeout) {
   const Event done(body_->device_pointer());
@@ -130,16 +132,38 @@ void BurstIssuer::run(const std::shared_ptr<Queue>& queue, const std::shared_ptr
   queue->idle.notify_all();
 }
 
-/// Whether the thread takes bursts.
-bool BurstIssuer::threaded() const {
-  if (!queue_) return false;
-  if (queue_->process != getpid()) {
-    throw BurstError(text("issuer: its thread belongs to process ", queue_->process,
-                          ", a forked child needs a controller of its own"));
+void BurstIssuer::check_process() const {
+  if (process_ != getpid()) {
+    throw BurstError(text("issuer: belongs to process ", process_,
+                          ", a forked child needs a device and a controller of its own"));
   }
+}
+
+/// Whether the thread takes bursts. One that is to stop does until it has ended: nobody else may
+/// use the body before.
+bool BurstIssuer::threaded() const {
+  check_process();
+  if (!queue_) return false;
   const std::lock_guard lock(queue_->mutex);
   if (!queue_->dead.empty()) throw BurstError(queue_->dead);
-  return !queue_->stopping;
+  return !queue_->ended;
+}
+
+/// False if there is no thread to take it.
+bool BurstIssuer::hand_over(const std::shared_ptr<Burst>& burst) {
+  if (!queue_) return false;
+  std::unique_lock lock(queue_->mutex);
+  if (!queue_->dead.empty()) {
+    // Stopped while this burst waited for its gate slot.
+    lock.unlock();
+    body_->give_up(*burst, queue_->dead);
+    return true;
+  }
+  if (queue_->ended) return false;
+  queue_->bursts.push_back(burst);
+  lock.unlock();
+  queue_->work.notify_one();
+  return true;
 }
 
 bool BurstIssuer::only_hands_over() const {
@@ -159,7 +183,7 @@ std::shared_ptr<Burst> BurstIssuer::submit(BurstPages& pages,
     throw PageError(text("pages: collected for ", pages.num_pools(), " pools, this issuer has ",
                          planner().pools().size()));
   }
-  const bool hand_over = threaded();
+  threaded();
   if (pages.num_pages() == 0) return nullptr;
 
   std::shared_ptr<Burst> burst = bursts_.take(next_id_, planner().direction());
@@ -169,25 +193,14 @@ std::shared_ptr<Burst> BurstIssuer::submit(BurstPages& pages,
     device.record(burst->fence.handle(), *fence);
     burst->fenced = true;
   }
-  if (body_->gate()) body_->gate()->acquire(burst);
-  ++next_id_;
   burst->node_ids.assign(node_ids.begin(), node_ids.end());
   burst->num_pages = pages.num_pages();
+  if (body_->gate()) body_->gate()->acquire(burst);
+  ++next_id_;
   burst->pages = pages.take(std::move(burst->pages));
   burst->submitted = begin;
-  const auto spent = [&] {
-    return std::chrono::duration<double, std::micro>(Clock::now() - begin).count();
-  };
-  if (hand_over) {
-    {
-      const std::lock_guard lock(queue_->mutex);
-      queue_->bursts.push_back(burst);
-    }
-    queue_->work.notify_one();
-  } else {
-    body_->issue(*burst);
-  }
-  burst->caller_us = spent();
+  if (!hand_over(burst)) body_->issue(*burst);
+  burst->caller_us = std::chrono::duration<double, std::micro>(Clock::now() - begin).count();
   return burst;
 }
 
@@ -203,25 +216,29 @@ void BurstIssuer::drain() {
 }
 
 bool BurstIssuer::stop(std::chrono::milliseconds timeout) {
-  if (!queue_) return true;
+  if (!queue_ || process_ != getpid()) return true;
   std::unique_lock lock(queue_->mutex);
-  if (!queue_->dead.empty()) return false;
   queue_->stopping = true;
   queue_->work.notify_one();
-  if (queue_->idle.wait_for(lock, timeout, [&] { return queue_->ended; })) {
+  queue_->idle.wait_for(lock, timeout, [&] { return queue_->ended || !queue_->dead.empty(); });
+  if (!queue_->dead.empty()) return false;
+  if (queue_->ended) {
     lock.unlock();
+    const std::lock_guard joining(joining_);
     if (thread_.joinable()) thread_.join();
     return true;
   }
   const std::string stuck = queue_->current ? queue_->current->title() : "a burst";
   queue_->dead = text("issuer: stuck in ", stuck, " when it was stopped after ", timeout.count(),
                       " ms, nothing more is issued");
+  const std::shared_ptr<Burst> under_way = queue_->current;
   std::deque<std::shared_ptr<Burst>> left;
   left.swap(queue_->bursts);
-  if (queue_->current) left.push_front(queue_->current);
   queue_->idle.notify_all();
   lock.unlock();
+  if (under_way) body_->abandon(*under_way, queue_->dead);
   for (const std::shared_ptr<Burst>& burst : left) body_->give_up(*burst, queue_->dead);
+  const std::lock_guard joining(joining_);
   if (thread_.joinable()) thread_.detach();
   return false;
 }

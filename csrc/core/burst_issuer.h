@@ -1,8 +1,11 @@
 #pragma once
 
+#include <sys/types.h>
+
 #include <chrono>
 #include <cstdint>
 #include <memory>
+#include <mutex>
 #include <optional>
 #include <span>
 #include <thread>
@@ -30,6 +33,9 @@ struct IssuerOptions {
   bool threaded = false;
   /// Processors that the thread may run on; empty: any.
   std::vector<int> cpus;
+  /// Whatever owns the memory that the layouts describe, if it is to live as long as a copy may use
+  /// it.
+  std::shared_ptr<const void> memory;
 };
 
 /// One thread submits; the bursts it returns may be read from any.
@@ -60,7 +66,7 @@ class BurstIssuer {
   void drain();
   /// Ends the thread once its queue is empty; later bursts are issued on the caller. If that takes
   /// longer than `timeout`, bursts that are not issued fail, later submissions throw, and the
-  /// result is false. May be called again, and from any thread.
+  /// result is false. May be called again, and from any thread. A forked child has no thread to end.
   bool stop(std::chrono::milliseconds timeout);
 
   const CopyPlanner& planner() const { return body_->planner(); }
@@ -71,14 +77,21 @@ class BurstIssuer {
 
   static void run(const std::shared_ptr<Queue>& queue, const std::shared_ptr<IssueBody>& body);
   void start(const std::vector<int>& cpus);
+  void check_process() const;
   bool threaded() const;
+  bool hand_over(const std::shared_ptr<Burst>& burst);
   bool drained_within(std::chrono::milliseconds timeout);
+  void leave_body_behind();
 
   std::shared_ptr<IssueBody> body_;
   BurstPool bursts_;
   std::shared_ptr<Queue> queue_;
   std::thread thread_;
+  /// Of `thread_`, which whoever stops the issuer joins.
+  std::mutex joining_;
   std::int64_t next_id_ = 0;
+  /// The one whose thread and whose streams these are.
+  const pid_t process_;
 };
 
 }  // namespace kvburst

@@ -39,8 +39,9 @@ std::string failure(const Burst& burst, const std::string& where, const std::str
 
 IssueBody::IssueBody(std::shared_ptr<Device> device, std::vector<PoolLayout> layouts,
                      Direction direction, std::shared_ptr<LayerGate> gate,
-                     const PlanOptions& options)
-    : device_(std::move(device)),
+                     const PlanOptions& options, std::shared_ptr<const void> memory)
+    : memory_(std::move(memory)),
+      device_(std::move(device)),
       planner_(std::move(layouts), direction, device_->limits(), options),
       gate_(std::move(gate)),
       stream_(device_),
@@ -103,6 +104,11 @@ void IssueBody::issue_group(Burst& burst, std::size_t group, IssueTally& tally) 
 
 void IssueBody::give_up(Burst& burst, const std::string& why) {
   settle(burst, BurstState::failed, failure(burst, "the queue", why), {});
+}
+
+void IssueBody::abandon(Burst& burst, const std::string& why) {
+  burst.abandoned.store(true, std::memory_order_relaxed);
+  settle(burst, BurstState::failed, failure(burst, "the driver", why), {});
 }
 
 void IssueBody::settle(Burst& burst, BurstState outcome, std::string why, const IssueTally& tally) {

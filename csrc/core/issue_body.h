@@ -23,14 +23,18 @@ namespace kvburst {
 class IssueBody {
  public:
   /// `gate` serves the loads' waiters; null for backups, which nobody waits for layer by layer.
+  /// `memory` owns what the layouts describe and is kept; null if others see to that.
   /// Throws LayoutError on no layouts, options out of their bounds, or a gate of fewer layers.
   IssueBody(std::shared_ptr<Device> device, std::vector<PoolLayout> layouts, Direction direction,
-            std::shared_ptr<LayerGate> gate, const PlanOptions& options);
+            std::shared_ptr<LayerGate> gate, const PlanOptions& options,
+            std::shared_ptr<const void> memory = nullptr);
 
   /// Issues the burst and settles it. Never throws: a device that fails fails the burst.
   void issue(Burst& burst);
   /// Settles a burst that is not going to be issued. Any thread; of no effect on one that settled.
   void give_up(Burst& burst, const std::string& why);
+  /// The same for one whose issuing is stuck: its copies may still come.
+  void abandon(Burst& burst, const std::string& why);
 
   const CopyPlanner& planner() const { return planner_; }
   Device& device() const { return *device_; }
@@ -42,6 +46,8 @@ class IssueBody {
   void issue_group(Burst& burst, std::size_t group, IssueTally& tally);
   void settle(Burst& burst, BurstState outcome, std::string why, const IssueTally& tally);
 
+  /// First, so that it goes last: the stream's destruction waits for copies that use it.
+  std::shared_ptr<const void> memory_;
   std::shared_ptr<Device> device_;
   CopyPlanner planner_;
   std::shared_ptr<LayerGate> gate_;

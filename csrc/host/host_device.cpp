@@ -1,5 +1,7 @@
 #include "host/host_device.h"
 
+#include <unistd.h>
+
 #include <algorithm>
 #include <cmath>
 #include <utility>
@@ -26,13 +28,18 @@ void LinkModel::check() const {
 }
 
 HostDevice::HostDevice(std::optional<LinkModel> link, CopyLimits limits)
-    : link_(link), limits_(limits) {
+    : link_(link), limits_(limits), process_(getpid()) {
   if (link_) link_->check();
   limits_.check();
   default_stream_ = create_stream();
 }
 
 HostDevice::~HostDevice() {
+  if (process_ != getpid()) {
+    // Not even their condition variables can be destroyed: threads that are not here wait on them.
+    new auto(std::move(streams_));
+    return;
+  }
   for (const auto& [handle, stream] : streams_) stream->finish();
 }
 
@@ -51,6 +58,10 @@ void HostDevice::destroy_stream(StreamHandle handle) {
     if (handle == default_stream_) throw DeviceError("stream: the default stream stays");
     streams_.erase(handle);
     std::erase_if(current_streams_, [&](const auto& entry) { return entry.second == handle; });
+  }
+  if (process_ != getpid()) {
+    new auto(stream);
+    return;
   }
   stream->finish();
 }

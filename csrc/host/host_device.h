@@ -1,5 +1,7 @@
 #pragma once
 
+#include <sys/types.h>
+
 #include <array>
 #include <atomic>
 #include <cstdint>
@@ -31,7 +33,7 @@ class HostDevice final : public Device {
  public:
   /// Throws LayoutError if the model or a limit is out of its bounds.
   explicit HostDevice(std::optional<LinkModel> link = std::nullopt, CopyLimits limits = {});
-  /// Works off every stream.
+  /// Works off every stream. In a forked child, which has none of their threads, it leaves them.
   ~HostDevice() override;
 
   std::string_view name() const override { return "host"; }
@@ -106,6 +108,8 @@ class HostDevice final : public Device {
   std::unordered_map<EventHandle, std::shared_ptr<HostEvent>> events_;
   std::map<std::thread::id, StreamHandle> current_streams_;
   StreamHandle default_stream_;
+  /// The one whose threads the streams are.
+  const pid_t process_;
 };
 
 }  // namespace kvburst

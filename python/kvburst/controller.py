@@ -75,6 +75,8 @@ class _Holds:
 
     def release(self, ack: Ack) -> None:
         resets = self._of_burst.pop(ack.burst.id)
+        if ack.burst.abandoned:
+            return  # Copies may still come, and nothing says when the last one has.
         for tier, allocator, reset in zip(_TIERS, self._allocators, resets, strict=True):
             allocator.release(ack.burst, tier=tier, reset=reset)
 
