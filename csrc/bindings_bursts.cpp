@@ -199,9 +199,9 @@ if they are stuck.)")
              if (mode != "inline" && mode != "thread") {
                throw LayoutError(text("mode: '", mode, "' must be 'inline' or 'thread'"));
              }
-             return make_waiting<BurstIssuer>(device, std::move(layouts), direction_of(direction),
-                                              std::move(gate), options,
-                                              IssuerOptions{mode == "thread", std::move(cpus), kept(memory)});
+             return make_waiting<BurstIssuer>(
+                 device, std::move(layouts), direction_of(direction), std::move(gate), options,
+                 IssuerOptions{mode == "thread", std::move(cpus), kept(memory)});
            }),
            py::arg("device"), py::arg("layouts"), py::kw_only(), py::arg("direction"),
            py::arg("gate") = nullptr, py::arg("options") = PlanOptions{},

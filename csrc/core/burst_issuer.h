@@ -66,7 +66,8 @@ class BurstIssuer {
   void drain();
   /// Ends the thread once its queue is empty; later bursts are issued on the caller. If that takes
   /// longer than `timeout`, bursts that are not issued fail, later submissions throw, and the
-  /// result is false. May be called again, and from any thread. A forked child has no thread to end.
+  /// result is false. May be called again, and from any thread. A forked child has no thread to
+  /// end.
   bool stop(std::chrono::milliseconds timeout);
 
   const CopyPlanner& planner() const { return body_->planner(); }

@@ -7,6 +7,12 @@
 #include "core/format.h"
 
 namespace kvburst {
+namespace {
+
+/// A forward that comes later than so many failures has long been told by its ack.
+constexpr std::size_t kFailuresRemembered = 1024;
+
+}  // namespace
 
 LayerGate::LayerGate(std::shared_ptr<Device> device, std::span<const PoolLayout> layouts, int slots)
     : device_(std::move(device)) {
@@ -49,6 +55,10 @@ bool LayerGate::try_acquire(std::shared_ptr<Burst> burst) {
   const std::lock_guard lock(rotation_);
   Slot& slot = slot_of(burst->id);
   if (slot.burst && !slot.burst->done()) return false;
+  if (slot.burst && slot.burst->state.load(std::memory_order_acquire) == BurstState::failed) {
+    failures_.emplace(slot.burst->id, slot.burst->error);
+    if (failures_.size() > kFailuresRemembered) failures_.erase(failures_.begin());
+  }
   newest_ = std::max(newest_, burst->id);
   slot.burst = std::move(burst);
   return true;
@@ -110,7 +120,7 @@ bool LayerGate::wait_issued(std::int64_t burst, int layer, std::chrono::millisec
 void LayerGate::wait(std::int64_t burst, int layer, std::optional<StreamHandle> stream) {
   check_layer(layer);
   const std::shared_ptr<Burst> record = find(burst);
-  if (!record) return;
+  if (!record) return throw_if_failed(burst);
   if (!ready(*record, layer)) {
     std::unique_lock lock(waiters_);
     issued_.wait(lock, [&] { return ready(*record, layer); });
@@ -122,8 +132,11 @@ void LayerGate::wait(std::int64_t burst, int layer, std::optional<StreamHandle> 
   EventHandle event = 0;
   {
     // Under the lock, so that the slot cannot be handed to a newer burst meanwhile.
-    const std::lock_guard lock(rotation_);
-    if (!current(burst)) return;
+    std::unique_lock lock(rotation_);
+    if (!current(burst)) {
+      lock.unlock();
+      return throw_if_failed(burst);
+    }
     event = slot_of(burst).layers[static_cast<std::size_t>(layer)].handle();
     if (stream) {
       note_arrival(*record, layer, *stream);
@@ -132,6 +145,12 @@ void LayerGate::wait(std::int64_t burst, int layer, std::optional<StreamHandle> 
     }
   }
   device_->synchronize(event);
+}
+
+void LayerGate::throw_if_failed(std::int64_t gone) {
+  const std::lock_guard lock(rotation_);
+  const auto failure = failures_.find(gone);
+  if (failure != failures_.end()) throw BurstError(failure->second);
 }
 
 void LayerGate::note_arrival(Burst& burst, int layer, StreamHandle stream) {
@@ -165,7 +184,10 @@ void LayerGate::measure_stalls_at(std::span<const int> layers) {
 
 bool LayerGate::is_done(std::int64_t burst) {
   const std::shared_ptr<Burst> record = find(burst);
-  if (!record) return true;
+  if (!record) {
+    throw_if_failed(burst);
+    return true;
+  }
   if (record->state.load(std::memory_order_acquire) == BurstState::failed) {
     throw BurstError(record->error);
   }

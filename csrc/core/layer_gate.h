@@ -8,6 +8,7 @@
 #include <mutex>
 #include <optional>
 #include <span>
+#include <string>
 #include <vector>
 
 #include "core/burst.h"
@@ -24,7 +25,8 @@
 ///
 /// Events are few and bursts are many, so they rotate: burst `id` has slot `id % slots`. Callers
 /// hold burst ids and never a slot. A slot is handed on only when its burst is done, so an id whose
-/// slot has moved on names a burst that is complete, and needs no wait at all.
+/// slot has moved on names a burst that is complete, and needs no wait at all; those that failed
+/// are remembered, for a forward that comes late to be told.
 namespace kvburst {
 
 /// Thread-safe: one thread acquires, one issues, any number wait.
@@ -89,13 +91,16 @@ class LayerGate {
   bool ready(const Burst& burst, int layer) const;
   void check_layer(int layer) const;
   void note_arrival(Burst& burst, int layer, StreamHandle stream);
+  void throw_if_failed(std::int64_t gone);
 
   std::shared_ptr<Device> device_;
   /// By model layer: whether any pool stores it.
   std::vector<bool> stored_;
   std::vector<Slot> slots_;
   std::int64_t newest_ = -1;
-  /// Of the slots and `newest_`: which burst has which.
+  /// Errors of bursts whose slot has moved on; the newest of them.
+  std::map<std::int64_t, std::string> failures_;
+  /// Of the slots, `newest_` and `failures_`: which burst has which slot, and which had one.
   std::mutex rotation_;
   /// Of the waiters for *issued* flags. The issuer takes this one alone, and calls no driver under
   /// it.
