@@ -2,6 +2,7 @@
 
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <cstdint>
@@ -24,13 +25,40 @@ namespace kvburst::bindings {
 
 namespace py = pybind11;
 
+/// Lets go of the GIL while a call blocks. Unlike pybind11's own, it copes with an interpreter that
+/// is going away: a thread that would take the GIL back then is ended by Python in mid-air, which
+/// C++ answers by aborting the process, so it is parked instead, as newer Pythons do; and a
+/// destructor that runs in the end itself does not let go at all.
+class Unlocked {
+ public:
+  Unlocked() : state_(finalizing() ? nullptr : PyEval_SaveThread()) {}
+  Unlocked(const Unlocked&) = delete;
+  Unlocked& operator=(const Unlocked&) = delete;
+  ~Unlocked() {
+    if (!state_) return;
+    while (finalizing()) pause();
+    PyEval_RestoreThread(state_);
+  }
+
+ private:
+  static bool finalizing() {
+#if PY_VERSION_HEX >= 0x030D0000
+    return Py_IsFinalizing() != 0;
+#else
+    return _Py_IsFinalizing() != 0;
+#endif
+  }
+
+  PyThreadState* state_;
+};
+
 /// A shared object whose destruction may wait for a device, which must not happen under the GIL:
 /// what it waits for may itself need a Python thread to go on. One such object may own another, so
 /// the GIL may be let go already.
 template <class T, class... Args>
 std::shared_ptr<T> make_waiting(Args&&... args) {
   return {new T(std::forward<Args>(args)...), [](T* object) {
-            std::optional<py::gil_scoped_release> unlocked;
+            std::optional<Unlocked> unlocked;
             if (PyGILState_Check()) unlocked.emplace();
             delete object;
           }};

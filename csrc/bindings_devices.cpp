@@ -102,7 +102,7 @@ void bind_streams(py::module_& module, py::class_<BoundEvent>& event,
           "True if the event has been reached, or was never recorded.")
       .def(
           "synchronize", [](const BoundEvent& self) { self.device->synchronize(self.handle()); },
-          py::call_guard<py::gil_scoped_release>(), "Blocks this thread until it is reached.")
+          py::call_guard<Unlocked>(), "Blocks this thread until it is reached.")
       .def(
           "elapsed_time",
           [](const BoundEvent& self, const BoundEvent& end) {
@@ -141,8 +141,7 @@ void bind_streams(py::module_& module, py::class_<BoundEvent>& event,
       .def(
           "synchronize",
           [](const BoundStream& self) { self.device->synchronize_stream(self.handle); },
-          py::call_guard<py::gil_scoped_release>(),
-          "Blocks this thread until all work on the stream is done.")
+          py::call_guard<Unlocked>(), "Blocks this thread until all work on the stream is done.")
       .def(
           "__enter__",
           [](const py::object& self) {
@@ -234,9 +233,10 @@ Counted nowhere and slowed by no link. The memory must stay until it is done.)")
           py::arg("stream"), py::keep_alive<0, 1>(), py::keep_alive<0, 2>(),
           "Holds the stream at this point until the returned stall is released, or forgotten.")
       .def(
-          "synchronize", [](HostDevice& self) { self.synchronize(); },
-          py::call_guard<py::gil_scoped_release>(),
+          "synchronize", [](HostDevice& self) { self.synchronize(); }, py::call_guard<Unlocked>(),
           "Blocks this thread until all streams are done.")
+      .def("fail_copy_call", &HostDevice::fail_copy_call, py::arg("nth"),
+           "Makes the `nth` call that copies between the tiers, from now on, fail. For tests.")
       .def(
           "counters",
           [](const HostDevice& self, const std::string& direction) {

@@ -241,6 +241,16 @@ one thread: the one that submits.)")
 ``own``: (pool, device, host) of pools that move other pages, as many. Page ids are copied. Raises
 PageError and leaves the collection as it was.)")
       .def(
+          "append_deferred",
+          [](BoundPages& self, const BoundIndices& device, const BoundIndices& host) {
+            return self.pages.append_deferred(device.named(), host.named());
+          },
+          py::kw_only(), py::arg("device"), py::arg("host"),
+          R"(The same with device indices that lie on the device.
+
+The issuer reads them behind the work that is on the submitter's stream; their memory must stay until
+the burst's ack is retired. Indices that turn out bad fail the burst.)")
+      .def(
           "truncate", [](BoundPages& self, std::int64_t pages) { self.pages.truncate(pages); },
           py::arg("pages"), "Drops all but the first `pages` pages.")
       .def_property_readonly("num_pages",
@@ -285,6 +295,13 @@ it lets go. Of one thread.)")
           },
           py::arg("slots"), py::arg("out"),
           "Writes `slots` int64 slot indices to address `out`; False if there are not as many.")
+      .def(
+          "take_back",
+          [](PageAllocator& self, std::int64_t slots, std::uintptr_t from) {
+            self.take_back(slots, reinterpret_cast<const std::int64_t*>(from));
+          },
+          py::arg("slots"), py::arg("from_address"),
+          "Undoes the last `allocate`, of which nothing has come.")
       .def(
           "free_slots",
           [](PageAllocator& self, const BoundIndices& slots) { self.free(slots.named()); },

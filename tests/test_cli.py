@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,8 @@ from typer.testing import CliRunner
 
 from kvburst._core import __version__
 from kvburst.cli import app
-from kvburst.demo import Demo
+from kvburst.demo import Demo, Tick
+from kvburst.demo_options import DEFAULT_MODELLED_PAGES, DEFAULT_PAGES, DemoOptions
 
 SMALL = ["demo", "--pages", "2", "--forward", "0"]
 
@@ -46,7 +48,7 @@ def test_version_is_that_of_the_package() -> None:
 def test_help_shows_examples_one_a_line() -> None:
     status, out, _ = kvburst("demo", "--help")
     assert status == 0
-    assert "\n    kvburst demo --link h100 --pages 1024 --plot timeline.png\n" in out
+    assert "\n    kvburst demo --link h100 --compare --plot timeline.png\n" in out
 
 
 def test_demo_prints_a_table_a_timeline_and_the_verdict() -> None:
@@ -91,6 +93,35 @@ def test_options_reach_the_demo(tmp_path: Path) -> None:
     assert {key: content[key] for key in expected} == expected
 
 
+def test_comparison_shows_the_plain_way_above(tmp_path: Path) -> None:
+    file, picture = tmp_path / "demo.json", tmp_path / "timeline.svg"
+    files = ("--json", str(file), "--plot", str(picture))
+    status, out, err = kvburst(*SMALL, "--compare", "--link", "h100", *files)
+    assert status == 0, err
+    for shown in (out, picture.read_text()):
+        plain = shown.index("mode inline, groups none, link h100 (simulated)")
+        assert plain < shown.index("mode thread, groups ramp, link h100 (simulated)")
+    content = json.loads(file.read_text())
+    assert (content["mode"], content["groups"]) == ("thread", "ramp")
+    plain = content["compared_with"]
+    assert (plain["mode"], plain["groups"]) == ("inline", "none")
+    assert plain["copies_issued"] == plain["copies_one_per_page_and_layer"]
+
+
+def test_link_makes_room_for_more_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted: list[int] = []
+    init = Demo.__init__
+
+    def smaller(demo: Demo, options: DemoOptions, tick: Tick) -> None:
+        wanted.append(options.pages)
+        init(demo, replace(options, pages=2), tick)
+
+    monkeypatch.setattr(Demo, "__init__", smaller)
+    for link in ([], ["--link", "h100"]):
+        assert kvburst("demo", "--forward", "0", "--quiet", *link)[0] == 0
+    assert wanted == [DEFAULT_PAGES, DEFAULT_MODELLED_PAGES]
+
+
 @pytest.mark.parametrize("quiet", [[], ["--quiet"]])
 def test_wrong_byte_ends_with_status_1_and_names_the_page(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, quiet: list[str]
@@ -118,7 +149,7 @@ def test_wrong_byte_ends_with_status_1_and_names_the_page(
         (["--geometry", "gpt-2"], "kvburst demo: geometry: 'gpt-2' is unknown; known are "),
         (["--layout", "page_first"], "'page_first' is not one of 'page_first_direct', "),
         (["--groups", "all"], "'all' is not one of 'ramp', 'neighbours', 'none'"),
-        (["--mode", "thread"], "'thread' is not "),
+        (["--mode", "async"], "'async' is not one of 'thread', 'inline'"),
         (["--link", "nvlink"], "'nvlink' is not one of 'none', 'h100', 'h100-batch'"),
         (["--device-pages", "4", "--pages", "2"], "--device-pages: 4 is not above 4"),
         (["--seed", "1.5"], "'1.5' is not a whole number"),

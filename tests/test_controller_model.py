@@ -6,6 +6,7 @@ one.
 
 import os
 from collections.abc import Iterable
+from typing import Literal
 
 import torch
 from hypothesis import HealthCheck, event, settings
@@ -52,6 +53,8 @@ def pages_of(indices: torch.Tensor) -> list[int]:
 class ControllerModel(RuleBasedStateMachine):
     """Device pages are written by a forward on the current stream, which may be stalled."""
 
+    mode: Literal["thread", "inline"] = "thread"
+
     def __init__(self) -> None:
         super().__init__()
         self.device = HostDevice()
@@ -77,6 +80,7 @@ class ControllerModel(RuleBasedStateMachine):
             options=PlanOptions(max_group=2, chunk_pages=2),
             check="slots",
             gate_slots=2,
+            mode=self.mode,
         )
         self.on_device: dict[int, Tag] = {}
         """What each device page that somebody owns must hold."""
@@ -99,6 +103,10 @@ class ControllerModel(RuleBasedStateMachine):
     def some(self, data: st.DataObject, pages: Iterable[int], repeats: bool = False) -> list[int]:
         pool = sorted(pages)
         return data.draw(st.lists(st.sampled_from(pool), max_size=5, unique=not repeats))
+
+    def settle(self) -> None:
+        self.controller.drain()
+        self.device.synchronize()
 
     def go_on(self) -> None:
         if self.stall is not None:
@@ -124,7 +132,7 @@ class ControllerModel(RuleBasedStateMachine):
     @rule()
     def stall_the_forward(self) -> None:
         # What is complete while it is stalled is then the same in every run, as replays need it.
-        self.device.synchronize()
+        self.settle()
         self.stall = self.device.stall(self.device.current_stream())
 
     @rule()
@@ -222,7 +230,7 @@ class ControllerModel(RuleBasedStateMachine):
     @rule()
     def poll(self) -> None:
         if self.stall is None:
-            self.device.synchronize()
+            self.settle()
         self.retired(self.controller.poll())
 
     @rule()
@@ -240,7 +248,7 @@ class ControllerModel(RuleBasedStateMachine):
     @rule()
     def every_page_holds_what_it_must(self) -> None:
         self.go_on()
-        self.device.synchronize()
+        self.settle()
         self.retired(self.controller.poll())
         for p, pool in enumerate(self.pools):
             on_host = pool.host.tensor
@@ -267,10 +275,17 @@ class ControllerModel(RuleBasedStateMachine):
         self.controller.stop()
 
 
-ControllerModel.TestCase.settings = settings(
+class InlineControllerModel(ControllerModel):
+    mode = "inline"
+
+
+SETTINGS = settings(
     max_examples=EXAMPLES,
     stateful_step_count=STEPS_PER_EXAMPLE,
     deadline=None,
     suppress_health_check=list(HealthCheck),
 )
 TestControllerModel = ControllerModel.TestCase
+TestControllerModel.settings = SETTINGS
+TestInlineControllerModel = InlineControllerModel.TestCase
+TestInlineControllerModel.settings = SETTINGS

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from kvburst._core import KVBurstError
 from kvburst.demo import HOST_CANARY, SCRIBBLE, Demo, num_ticks
-from kvburst.demo_options import DemoOptions, Groups, Layout
+from kvburst.demo_options import DemoOptions, Groups, Layout, Mode
 from kvburst.demo_report import as_json, progress, show
 from kvburst.demo_result import DemoResult, Span
 from kvburst.demo_timeline import COPYING, LAYER, STALL, cells, check_plot, layer_ruler, plot
@@ -69,6 +69,13 @@ def test_every_layout_allocation_and_grouping_is_bit_exact(
     layout: Layout, one_allocation: bool, groups: Groups
 ) -> None:
     outcome = run(layout=layout, one_allocation=one_allocation, groups=groups)
+    assert outcome.mismatches == ()
+
+
+@pytest.mark.parametrize("mode", ["thread", "inline"])
+@pytest.mark.parametrize("groups", ["ramp", "none"])
+def test_every_mode_is_bit_exact_under_a_forward(mode: Mode, groups: Groups) -> None:
+    outcome = run(mode=mode, groups=groups, link="h100", forward=1.0)
     assert outcome.mismatches == ()
 
 
@@ -230,7 +237,10 @@ def test_chunked_backup_makes_more_calls() -> None:
 
 def test_overlap_ratio_is_what_was_not_paid_for(result: DemoResult) -> None:
     def ratio(caller_us: float, stalls_ms: float, copying_ms: float) -> float:
-        load = dataclasses.replace(result.load, caller_us=caller_us, copying_ms=copying_ms)
+        stats = dataclasses.replace(
+            result.load.stats, caller_us=caller_us, copies_took_ms=copying_ms
+        )
+        load = dataclasses.replace(result.load, stats=stats)
         return dataclasses.replace(result, load=load, stalls_ms=stalls_ms).overlap_ratio
 
     assert ratio(caller_us=500.0, stalls_ms=1.5, copying_ms=8.0) == pytest.approx(0.75)
@@ -256,7 +266,7 @@ def test_json_has_the_agreed_keys(result: DemoResult) -> None:
     assert content["bit_exact"] is True
     assert content["pages"] == SMALL.pages
     assert content["layers"] == KV_LAYERS
-    assert content["mode"] == "inline"
+    assert content["mode"] == "thread"
     assert content["link"] == "none"
     assert content["simulated"] is False
     assert content["caller_us"] > 0
@@ -267,6 +277,25 @@ def test_json_has_the_agreed_keys(result: DemoResult) -> None:
         assert content[key] == sum(each[key] for each in by_direction.values())
 
 
+def test_numbers_of_a_burst_are_the_controllers(result: DemoResult) -> None:
+    content = as_json(result)
+    for transfer in (result.backup, result.load):
+        shown = content["transfers"][transfer.direction]["stats"]
+        assert shown["caller_us"] == transfer.stats.caller_us > 0
+        assert shown["issue_us"] == transfer.stats.issue_us > 0
+        assert transfer.stats.copies == transfer.copies
+        assert transfer.stats.bytes == transfer.bytes_moved
+    assert content["caller_us"] == result.load.stats.caller_us
+
+
+def test_controller_measures_stalls_where_a_thread_issues(result: DemoResult) -> None:
+    assert result.load.stats.stalls_ms is not None
+    assert result.load.stats.overlap_ratio is not None
+    inline = run(mode="inline")
+    assert inline.load.stats.stalls_ms is None
+    assert as_json(inline)["transfers"]["load"]["stats"]["overlap_ratio"] is None
+
+
 def test_what_is_simulated_says_so_everywhere(simulated: DemoResult, tmp_path: Path) -> None:
     assert as_json(simulated)["simulated"] is True
     assert as_json(simulated)["link"] == "h100"
@@ -274,7 +303,7 @@ def test_what_is_simulated_says_so_everywhere(simulated: DemoResult, tmp_path: P
     for row in ("copies took", "GB/s", "caller time", "forward waited", "overlap ratio"):
         assert f"{row} (simulated)" in text
     assert "link h100 (simulated)" in text
-    assert "rows in memory are 1/32" in text
+    assert "rows in memory are 1/128" in text
     picture = tmp_path / "timeline.svg"
     plot([simulated], picture)
     assert "link h100 (simulated)" in picture.read_text()
@@ -401,6 +430,6 @@ def test_unknown_geometry_is_refused_with_the_known_ones() -> None:
 
 
 def test_more_pages_than_memory_are_refused_before_any_is_taken() -> None:
-    message = r"--pages: 100000000 pages of mla-dsa-78 need .* GiB .* above the .* GiB"
+    message = r"--pages: 100000000 pages of deepseek-v3 need .* GiB .* above the .* GiB"
     with pytest.raises(KVBurstError, match=message):
         Demo(DemoOptions(pages=100_000_000))

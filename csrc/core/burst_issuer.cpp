@@ -1,10 +1,14 @@
 #include "core/burst_issuer.h"
 
+#include <pthread.h>
+#include <sched.h>
+#include <unistd.h>
+
 #include <algorithm>
-#include <chrono>
-#include <exception>
-#include <optional>
-#include <set>
+#include <condition_variable>
+#include <cstring>
+#include <deque>
+#include <mutex>
 #include <utility>
 
 #include "core/error.h"
@@ -13,139 +17,233 @@
 namespace kvburst {
 namespace {
 
-std::string group_name(const CopyPlanner& planner, std::size_t index) {
-  const LayerGroup& group = planner.groups()[index];
-  const PoolLayout& pool = planner.pools()[static_cast<std::size_t>(group.pool)];
-  const auto stored = pool.stored().subspan(static_cast<std::size_t>(group.first),
-                                            static_cast<std::size_t>(group.layers));
-  return text("group ", index + 1, " of ", planner.groups().size(), " (pool '", pool.name(),
-              "', layers ", stored.front().layer, " to ", stored.back().layer, ")");
+using Clock = std::chrono::steady_clock;
+
+/// How long a destructor waits for its thread, and again for its copies. A controller has two
+/// issuers, and a process is to be gone within ten seconds.
+constexpr std::chrono::seconds kFarewell{2};
+
+void check_cpus(const std::vector<int>& cpus) {
+  cpu_set_t allowed;
+  CPU_ZERO(&allowed);
+  if (sched_getaffinity(0, sizeof allowed, &allowed) != 0) return;
+  for (const int cpu : cpus) {
+    if (cpu < 0 || cpu >= CPU_SETSIZE || !CPU_ISSET(cpu, &allowed)) {
+      throw LayoutError(text("cpus: processor ", cpu, " is none of the ", CPU_COUNT(&allowed),
+                             " that this process may run on"));
+    }
+  }
 }
 
-std::string list(std::span<const std::int64_t> values) {
-  std::string out = "[";
-  for (const std::int64_t value : values) out += text(out.size() > 1 ? ", " : "", value);
-  return out + "]";
-}
-
-/// A gate for other layers would let a forward run on stale bytes, or hold it up for ever.
-void check_gate(const LayerGate& gate, const CopyPlanner& planner) {
-  std::set<int> issued;
+/// Of the layers that one group completes, a forward can only be held up at the first.
+std::vector<int> first_layers_of_groups(const CopyPlanner& planner) {
+  std::vector<int> layers;
   for (const LayerGroup& group : planner.groups()) {
-    issued.insert(group.completes.begin(), group.completes.end());
+    if (!group.completes.empty()) layers.push_back(group.completes.front());
   }
-  const int layers = issued.empty() ? 0 : *issued.rbegin() + 1;
-  for (int layer = 0; layer < std::max(layers, gate.num_layers()); ++layer) {
-    const bool waited_for = layer < gate.num_layers() && gate.has_data(layer);
-    if (waited_for == issued.contains(layer)) continue;
-    throw LayoutError(text("gate: it is for pools that ", waited_for ? "store" : "do not store",
-                           " layer ", layer, ", this issuer's ", waited_for ? "do not" : "do"));
-  }
+  return layers;
 }
 
 }  // namespace
 
+struct BurstIssuer::Queue {
+  std::mutex mutex;
+  std::condition_variable work;
+  /// Notified when the thread has nothing to do, and when it ends.
+  std::condition_variable idle;
+  std::deque<std::shared_ptr<Burst>> bursts;
+  /// Being issued.
+  std::shared_ptr<Burst> current;
+  bool stopping = false;
+  bool ended = false;
+  /// A stop timed out: why nothing is issued any more.
+  std::string dead;
+};
+
 BurstIssuer::BurstIssuer(std::shared_ptr<Device> device, std::vector<PoolLayout> layouts,
                          Direction direction, std::shared_ptr<LayerGate> gate,
-                         const PlanOptions& options)
-    : device_(std::move(device)),
-      planner_(std::move(layouts), direction, device_->limits(), options),
-      gate_(std::move(gate)),
-      bursts_(device_, gate_ ? gate_->num_layers() : 0),
-      stream_(device_) {
-  if (gate_) check_gate(*gate_, planner_);
+                         const PlanOptions& options, IssuerOptions issuer)
+    : body_(std::make_shared<IssueBody>(device, std::move(layouts), direction, std::move(gate),
+                                        options, std::move(issuer.memory))),
+      bursts_(std::move(device), body_->gate() ? body_->gate()->num_layers() : 0),
+      process_(getpid()) {
+  check_cpus(issuer.cpus);
+  if (!issuer.threaded) return;
+  if (body_->gate()) body_->gate()->measure_stalls_at(first_layers_of_groups(planner()));
+  start(issuer.cpus);
 }
 
 BurstIssuer::~BurstIssuer() {
-  try {
-    drain();
-  } catch (const Error&) {
-    // The device is going away; the stream's own destruction comes next.
+  if (process_ != getpid()) {
+    // Threads are the parent's. Nothing of them is here, so there is nothing to wait for.
+    if (thread_.joinable()) thread_.detach();
+    leave_body_behind();
+    return;
   }
+  try {
+    if (stop(kFarewell) && drained_within(kFarewell)) return;
+  } catch (const std::exception&) {
+    // Whether its copies are done, a device that fails cannot say.
+  }
+  leave_body_behind();
+}
+
+/// Of what is stuck in the driver, whatever would be freed may still be used: the body, and through
+/// it the stream, the device and the memory, stay until the process is gone.
+void BurstIssuer::leave_body_behind() { new std::shared_ptr<IssueBody>(std::move(body_)); }
+
+bool BurstIssuer::drained_within(std::chrono::milliseconds timeout) {
+  const Event done(body_->device_pointer());
+  body_->device().record(done.handle(), body_->stream());
+  const auto deadline = Clock::now() + timeout;
+  while (!body_->device().query(done.handle())) {
+    if (Clock::now() > deadline) return false;
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+  return true;
+}
+
+void BurstIssuer::start(const std::vector<int>& cpus) {
+  queue_ = std::make_shared<Queue>();
+  thread_ = std::thread(run, queue_, body_);
+  pthread_setname_np(thread_.native_handle(),
+                     planner().direction() == Direction::load ? "kvburst-load" : "kvburst-backup");
+  if (cpus.empty()) return;
+  cpu_set_t set;
+  CPU_ZERO(&set);
+  for (const int cpu : cpus) CPU_SET(cpu, &set);
+  pthread_setaffinity_np(thread_.native_handle(), sizeof set, &set);
+}
+
+void BurstIssuer::run(const std::shared_ptr<Queue>& queue, const std::shared_ptr<IssueBody>& body) {
+  std::unique_lock lock(queue->mutex);
+  for (;;) {
+    queue->work.wait(lock, [&] { return queue->stopping || !queue->bursts.empty(); });
+    if (queue->bursts.empty()) break;
+    queue->current = std::move(queue->bursts.front());
+    queue->bursts.pop_front();
+    lock.unlock();
+    body->issue(*queue->current);
+    lock.lock();
+    queue->current.reset();
+    if (queue->bursts.empty()) queue->idle.notify_all();
+  }
+  queue->ended = true;
+  queue->idle.notify_all();
+}
+
+void BurstIssuer::check_alive() const {
+  if (process_ != getpid()) {
+    throw BurstError(text("issuer: belongs to process ", process_,
+                          ", a forked child needs a device and a controller of its own"));
+  }
+  if (!queue_) return;
+  const std::lock_guard lock(queue_->mutex);
+  if (!queue_->dead.empty()) throw BurstError(queue_->dead);
+}
+
+/// Whether the thread takes bursts. One that is to stop does until it has ended: nobody else may
+/// use the body before.
+bool BurstIssuer::threaded() const {
+  if (!queue_) return false;
+  const std::lock_guard lock(queue_->mutex);
+  return !queue_->ended;
+}
+
+/// False if there is no thread to take it.
+bool BurstIssuer::hand_over(const std::shared_ptr<Burst>& burst) {
+  if (!queue_) return false;
+  std::unique_lock lock(queue_->mutex);
+  if (!queue_->dead.empty()) {
+    // Stopped while this burst waited for its gate slot.
+    lock.unlock();
+    body_->give_up(*burst, queue_->dead);
+    return true;
+  }
+  if (queue_->ended) return false;
+  queue_->bursts.push_back(burst);
+  lock.unlock();
+  queue_->work.notify_one();
+  return true;
+}
+
+bool BurstIssuer::only_hands_over() const {
+  check_alive();
+  return threaded() && (!body_->gate() || body_->gate()->has_slot(next_id_));
 }
 
 std::shared_ptr<Burst> BurstIssuer::submit(BurstPages& pages,
                                            std::span<const std::int64_t> node_ids,
-                                           StreamHandle producer) {
-  const auto begin = std::chrono::steady_clock::now();
-  if (pages.direction() != planner_.direction()) {
+                                           StreamHandle producer,
+                                           std::optional<StreamHandle> fence) {
+  const auto begin = Clock::now();
+  if (pages.direction() != planner().direction()) {
     throw PageError(text("pages: collected for a ", name_of(pages.direction()),
-                         ", this issuer's direction is ", name_of(planner_.direction())));
+                         ", this issuer's direction is ", name_of(planner().direction())));
   }
-  if (pages.num_pools() != planner_.pools().size()) {
+  if (pages.num_pools() != planner().pools().size()) {
     throw PageError(text("pages: collected for ", pages.num_pools(), " pools, this issuer has ",
-                         planner_.pools().size()));
+                         planner().pools().size()));
   }
+  check_alive();
   if (pages.num_pages() == 0) return nullptr;
 
-  std::shared_ptr<Burst> burst = bursts_.take(next_id_, planner_.direction());
-  device_->record(burst->ready.handle(), producer);
-  if (gate_) gate_->acquire(burst);
-  ++next_id_;
+  std::shared_ptr<Burst> burst = bursts_.take(next_id_, planner().direction());
+  Device& device = body_->device();
+  device.record(burst->ready.handle(), producer);
+  if (fence) {
+    device.record(burst->fence.handle(), *fence);
+    burst->fenced = true;
+  }
   burst->node_ids.assign(node_ids.begin(), node_ids.end());
   burst->num_pages = pages.num_pages();
+  if (body_->gate()) body_->gate()->acquire(burst);
+  ++next_id_;
   burst->pages = pages.take(std::move(burst->pages));
-  issue(*burst);
-  burst->caller_us =
-      std::chrono::duration<double, std::micro>(std::chrono::steady_clock::now() - begin).count();
+  burst->submitted = begin;
+  if (!hand_over(burst)) body_->issue(*burst);
+  burst->caller_us = std::chrono::duration<double, std::micro>(Clock::now() - begin).count();
   return burst;
 }
 
-void BurstIssuer::issue(Burst& burst) {
-  const std::size_t groups = planner_.groups().size();
-  std::optional<std::size_t> group;
-  try {
-    planner_.plan(burst.pages, burst.plan);
-    device_->wait(stream_.handle(), burst.ready.handle());
-    device_->record(burst.start.handle(), stream_.handle());
-    for (group = 0; *group < groups; ++*group) issue_group(burst, *group);
-    device_->record(burst.finish.handle(), stream_.handle());
-    burst.state.store(BurstState::issued, std::memory_order_release);
-  } catch (const std::exception& error) {
-    const std::string where = !group            ? "its start"
-                              : *group < groups ? group_name(planner_, *group)
-                                                : "its finish";
-    fail(burst, where, error.what());
+void BurstIssuer::drain() {
+  check_alive();
+  if (threaded()) {
+    std::unique_lock lock(queue_->mutex);
+    queue_->idle.wait(lock, [&] {
+      return !queue_->dead.empty() || (queue_->bursts.empty() && !queue_->current);
+    });
+    if (!queue_->dead.empty()) throw BurstError(queue_->dead);
   }
-  if (gate_) gate_->burst_settled();
+  body_->device().synchronize_stream(body_->stream());
 }
 
-void BurstIssuer::issue_group(Burst& burst, std::size_t group) {
-  const BatchSink sink = [&](std::span<const Copy> copies) {
-    device_->copy(stream_.handle(), burst.direction, copies);
-    burst.copies_issued += static_cast<std::int64_t>(copies.size());
-    for (const Copy& copy : copies) burst.bytes_issued += static_cast<std::int64_t>(copy.bytes());
-  };
-  planner_.emit(burst.plan, group, batch_, sink, burst.plan.count.registration_splits);
-  if (!gate_) return;
-  for (const int layer : planner_.groups()[group].completes) {
-    gate_->layer_issued(burst, layer, stream_.handle());
+bool BurstIssuer::stop(std::chrono::milliseconds timeout) {
+  if (!queue_ || process_ != getpid()) return true;
+  std::unique_lock lock(queue_->mutex);
+  queue_->stopping = true;
+  queue_->work.notify_one();
+  queue_->idle.wait_for(lock, timeout, [&] { return queue_->ended || !queue_->dead.empty(); });
+  if (!queue_->dead.empty()) return false;
+  if (queue_->ended) {
+    lock.unlock();
+    const std::lock_guard joining(joining_);
+    if (thread_.joinable()) thread_.join();
+    return true;
   }
+  const std::string stuck = queue_->current ? queue_->current->title() : "a burst";
+  queue_->dead = text("issuer: stuck in ", stuck, " when it was stopped after ", timeout.count(),
+                      " ms, nothing more is issued");
+  const std::shared_ptr<Burst> under_way = queue_->current;
+  std::deque<std::shared_ptr<Burst>> left;
+  left.swap(queue_->bursts);
+  queue_->idle.notify_all();
+  lock.unlock();
+  if (under_way) body_->abandon(*under_way, queue_->dead);
+  for (const std::shared_ptr<Burst>& burst : left) body_->give_up(*burst, queue_->dead);
+  const std::lock_guard joining(joining_);
+  if (thread_.joinable()) thread_.detach();
+  return false;
 }
-
-void BurstIssuer::fail(Burst& burst, const std::string& where, const std::string& what) {
-  burst.error =
-      text(burst.title(), " failed in ", where, ", node_ids ", list(burst.node_ids), ": ", what);
-  try {
-    // What was issued still runs: `finish` says when its pages are no longer written.
-    device_->record(burst.finish.handle(), stream_.handle());
-  } catch (const std::exception& error) {
-    burst.error += text("; and the finish event: ", error.what());
-    wait_for_stream();
-  }
-  burst.state.store(BurstState::failed, std::memory_order_release);
-}
-
-/// Without its event, a burst that failed says that it is done as soon as it has failed. So let it
-/// be so.
-void BurstIssuer::wait_for_stream() {
-  try {
-    device_->synchronize_stream(stream_.handle());
-  } catch (const std::exception&) {
-    // Nothing works any more, and the burst's error says so.
-  }
-}
-
-void BurstIssuer::drain() { device_->synchronize_stream(stream_.handle()); }
 
 }  // namespace kvburst

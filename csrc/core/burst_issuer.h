@@ -1,61 +1,101 @@
 #pragma once
 
+#include <sys/types.h>
+
+#include <chrono>
 #include <cstdint>
 #include <memory>
+#include <mutex>
+#include <optional>
 #include <span>
-#include <string>
+#include <thread>
 #include <vector>
 
 #include "core/burst.h"
 #include "core/burst_pages.h"
 #include "core/copy_plan.h"
 #include "core/device.h"
+#include "core/issue_body.h"
 #include "core/layer_gate.h"
 
-/// Issues bursts in one direction, in order, on a stream of its own.
+/// A FIFO that issues bursts in one direction: on the caller's thread, or on one of its own.
 ///
-/// What it does for a burst is short and the same however it is called: order the transfer stream
-/// behind the submitter's, make the plan, hand the copies over group by group, record each layer's
-/// event behind the last copy of that layer, record the finish. It copies, and only copies: which
-/// pages, when, and what an ack means are decided above it. Here it runs on the caller's thread.
+/// Issuing is what costs, some microseconds a copy that the thread which calls the driver cannot
+/// escape. So in mode `thread` the caller only hands over: it records two events, swaps the page
+/// lists it has collected against empty ones, and wakes the thread, and what that costs grows with
+/// neither layers nor pools nor copies. The thread is native and never takes Python's lock, so a
+/// busy interpreter does not hold copies up, nor they it. One thread, one stream, one queue: bursts
+/// complete in the order of submission.
 namespace kvburst {
+
+struct IssuerOptions {
+  /// On a thread of its own; false: on the caller's.
+  bool threaded = false;
+  /// Processors that the thread may run on; empty: any.
+  std::vector<int> cpus;
+  /// Whatever owns the memory that the layouts describe, if it is to live as long as a copy may use
+  /// it.
+  std::shared_ptr<const void> memory;
+};
 
 /// One thread submits; the bursts it returns may be read from any.
 class BurstIssuer {
  public:
   /// `gate` serves the loads' waiters; null for backups, which nobody waits for layer by layer.
-  /// Throws LayoutError on no layouts, on options out of their bounds, and on a gate for other
-  /// layers than the layouts'.
+  /// Throws LayoutError on no layouts, options out of their bounds, or processors that are not
+  /// there.
   BurstIssuer(std::shared_ptr<Device> device, std::vector<PoolLayout> layouts, Direction direction,
-              std::shared_ptr<LayerGate> gate, const PlanOptions& options);
-  /// Waits for the copies it has issued.
+              std::shared_ptr<LayerGate> gate, const PlanOptions& options,
+              IssuerOptions issuer = {});
+  /// Waits for what was submitted, some seconds at most: what is stuck in the driver by then is
+  /// left behind, together with what it may still use.
   ~BurstIssuer();
 
   /// Takes the collected pages (`pages` is empty afterwards) and issues them behind all work that
-  /// is on `producer` now. Null, and no gate slot taken, if there are no pages. Waits for a gate
-  /// slot, if the burst that has it is still copying. A device that fails does not throw: the burst
-  /// is failed, its waiters throw, and the next burst is served.
+  /// is now on `producer` and, if given, on `fence`. Null, and no gate slot taken, if there are no
+  /// pages. Waits for a gate slot, if the burst that has it is still copying. A device that fails
+  /// does not throw: the burst is failed, its waiters throw, and the next burst is served. Throws
+  /// BurstError after a stop that timed out, and in a forked child, which has no such thread.
   std::shared_ptr<Burst> submit(BurstPages& pages, std::span<const std::int64_t> node_ids,
-                                StreamHandle producer);
-  /// Blocks until every copy issued so far is done.
-  void drain();
+                                StreamHandle producer, std::optional<StreamHandle> fence = {});
+  /// Whether `submit` returns without waiting for a gate slot or issuing anything itself.
+  bool only_hands_over() const;
 
-  StreamHandle stream() const { return stream_.handle(); }
-  const CopyPlanner& planner() const { return planner_; }
+  /// Blocks until every burst submitted so far is issued and its copies are done. Throws BurstError
+  /// after a stop that timed out.
+  void drain();
+  /// Ends the thread once its queue is empty; later bursts are issued on the caller. If that takes
+  /// longer than `timeout`, bursts that are not issued fail, later submissions throw, and the
+  /// result is false. May be called again, and from any thread. A forked child has no thread to
+  /// end.
+  bool stop(std::chrono::milliseconds timeout);
+
+  const CopyPlanner& planner() const { return body_->planner(); }
+  const Device& device() const { return body_->device(); }
+  /// The transfer stream.
+  StreamHandle stream() const { return body_->stream(); }
 
  private:
-  void issue(Burst& burst);
-  void issue_group(Burst& burst, std::size_t group);
-  void wait_for_stream();
-  void fail(Burst& burst, const std::string& where, const std::string& what);
+  /// What the thread shares with its issuer; outlives the issuer if the thread is stuck.
+  struct Queue;
 
-  std::shared_ptr<Device> device_;
-  CopyPlanner planner_;
-  std::shared_ptr<LayerGate> gate_;
+  static void run(const std::shared_ptr<Queue>& queue, const std::shared_ptr<IssueBody>& body);
+  void start(const std::vector<int>& cpus);
+  void check_alive() const;
+  bool threaded() const;
+  bool hand_over(const std::shared_ptr<Burst>& burst);
+  bool drained_within(std::chrono::milliseconds timeout);
+  void leave_body_behind();
+
+  std::shared_ptr<IssueBody> body_;
   BurstPool bursts_;
-  Stream stream_;
-  std::vector<Copy> batch_;
+  std::shared_ptr<Queue> queue_;
+  std::thread thread_;
+  /// Of `thread_`, which whoever stops the issuer joins.
+  std::mutex joining_;
   std::int64_t next_id_ = 0;
+  /// The one whose thread and whose streams these are.
+  const pid_t process_;
 };
 
 }  // namespace kvburst

@@ -24,6 +24,7 @@ BurstPages::BurstPages(std::span<const PoolLayout> layouts, Direction direction,
 void BurstPages::start_burst() {
   now_.lists.resize(std::max<std::size_t>(now_.lists.size(), 1));
   for (auto& list : now_.lists) list.clear();
+  now_.deferred.clear();
   now_.list_of_pool.assign(bounds_.size(), 0);
   seen_.resize(std::max(seen_.size(), now_.lists.size()));
   if (++epoch_ == 0) {  // wrapped: no stamp of the past may look current
@@ -90,8 +91,7 @@ void BurstPages::append_to(std::size_t list, const IndexView& device, const Inde
     const std::int64_t destination = to_device ? pair.device : pair.host;
     std::uint32_t& stamp = seen[static_cast<std::size_t>(destination)];
     if (stamp == epoch_) {
-      throw PageError(text(to_device ? device.name : host.name, "[", first, "]: page ", destination,
-                           " is already a destination of this ", name_of(direction_)));
+      throw PageError(taken_twice(to_device ? device : host, first, destination));
     }
     pairs.push_back(pair);
     stamp = epoch_;
@@ -103,7 +103,9 @@ void BurstPages::truncate_list(std::size_t list, std::size_t pages) {
   while (pairs.size() > pages) {
     const PagePair pair = pairs.back();
     const std::int64_t destination = direction_ == Direction::load ? pair.device : pair.host;
-    seen_[list].epoch_of_page[static_cast<std::size_t>(destination)] = 0;
+    if (destination != kDeferred) {
+      seen_[list].epoch_of_page[static_cast<std::size_t>(destination)] = 0;
+    }
     pairs.pop_back();
   }
 }
@@ -115,6 +117,51 @@ void BurstPages::truncate(std::int64_t pages) {
   for (std::size_t list = 0; list < num_lists(); ++list) {
     truncate_list(list, static_cast<std::size_t>(pages));
   }
+  std::erase_if(now_.deferred, [&](const DeferredPages& deferred) {
+    return deferred.first >= static_cast<std::size_t>(pages);
+  });
+}
+
+std::int64_t BurstPages::append_deferred(const IndexView& device, const IndexView& host) {
+  check_pairing(device, host);
+  if (device.stride < 1) {
+    throw PageError(text(device.name, ": stride ", device.stride, " must be at least 1"));
+  }
+  if (num_lists() > 1) {
+    throw PageError(text(device.name, ": lie on the device, but a pool has its own pages"));
+  }
+  const std::int64_t pages = device.count / page_size_;
+  if (pages == 0) return 0;
+  const std::int64_t before = num_pages();
+  const Bounds bounds = bounds_of(0);
+  std::vector<std::uint32_t>& seen = seen_[0].epoch_of_page;
+  if (direction_ == Direction::backup && seen.size() < static_cast<std::size_t>(bounds.host)) {
+    seen.resize(static_cast<std::size_t>(bounds.host), 0);
+  }
+  try {
+    for (std::int64_t first = 0; first < host.count; first += page_size_) {
+      const PagePair pair{kDeferred, page_at(host, first, page_size_, bounds.host, check_)};
+      if (direction_ == Direction::backup) {
+        std::uint32_t& stamp = seen[static_cast<std::size_t>(pair.host)];
+        if (stamp == epoch_) throw PageError(taken_twice(host, first, pair.host));
+        stamp = epoch_;
+      }
+      now_.lists[0].push_back(pair);
+    }
+  } catch (const PageError&) {
+    truncate(before);
+    throw;
+  }
+  now_.deferred.push_back(
+      {static_cast<std::size_t>(before), pages, device, page_size_, bounds.device, check_});
+  now_.deferred.back().slots.name = "device_indices";
+  return pages;
+}
+
+std::string BurstPages::taken_twice(const IndexView& view, std::int64_t first,
+                                    std::int64_t page) const {
+  return text(view.name, "[", first, "]: page ", page, " is already a destination of this ",
+              name_of(direction_));
 }
 
 std::int64_t BurstPages::append(const IndexView& device, const IndexView& host,
@@ -137,6 +184,11 @@ std::int64_t BurstPages::append(const IndexView& device, const IndexView& host,
                            device.name, " has ", device.count / page_size_,
                            ": a pool with its own pages moves as many as the others"));
     }
+  }
+  if (!own.empty() && !now_.deferred.empty()) {
+    throw PageError(text(own.front().device.name,
+                         ": this burst has pages whose indices lie on the ",
+                         "device, so no pool can have its own"));
   }
   for (const Own& part : own) list_for(part.pool);
 

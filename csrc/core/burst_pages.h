@@ -2,6 +2,7 @@
 
 #include <cstdint>
 #include <span>
+#include <string>
 #include <vector>
 
 #include "core/device.h"
@@ -10,6 +11,9 @@
 
 namespace kvburst {
 
+/// The device page of a pair whose indices are not known yet.
+constexpr std::int64_t kDeferred = -1;
+
 /// One page on both tiers.
 struct PagePair {
   std::int64_t device;
@@ -17,11 +21,27 @@ struct PagePair {
   friend bool operator==(const PagePair&, const PagePair&) = default;
 };
 
+/// Device pages whose indices a stream is still to write. They can be read, and checked, once that
+/// stream has caught up.
+struct DeferredPages {
+  /// Where they belong in the first list.
+  std::size_t first;
+  std::int64_t pages;
+  /// In device memory, which must stay until the burst's ack is retired.
+  IndexView slots;
+  // What they will be checked against.
+  std::int64_t page_size;
+  std::int64_t tier_pages;
+  IndexCheck check;
+};
+
 /// The pages of one burst, by value: one list serves every pool that was not given its own.
 struct PageLists {
   std::vector<std::vector<PagePair>> lists;
   /// Index into `lists`, one a pool.
   std::vector<int> list_of_pool;
+  /// Of pairs whose device page is `kDeferred`.
+  std::vector<DeferredPages> deferred = {};
 
   std::span<const PagePair> of_pool(std::size_t pool) const {
     return lists[static_cast<std::size_t>(list_of_pool[pool])];
@@ -54,6 +74,11 @@ class BurstPages {
   std::int64_t append(const IndexView& device, const IndexView& host,
                       std::span<const Own> own = {});
 
+  /// The same with device indices that lie on the device, and are read by the issuer behind the
+  /// work that is on the submitter's stream: checked now are their type and number, and the rest
+  /// then. A burst that has such pages has none of a pool's own.
+  std::int64_t append_deferred(const IndexView& device, const IndexView& host);
+
   /// Pages collected, counted once for all pools.
   std::int64_t num_pages() const { return static_cast<std::int64_t>(now_.lists[0].size()); }
   const PageLists& lists() const { return now_; }
@@ -81,6 +106,7 @@ class BurstPages {
   void append_to(std::size_t list, const IndexView& device, const IndexView& host);
   void truncate_list(std::size_t list, std::size_t pages);
   std::size_t num_lists() const;
+  std::string taken_twice(const IndexView& view, std::int64_t first, std::int64_t page) const;
   void check_pairing(const IndexView& device, const IndexView& host) const;
 
   Direction direction_;

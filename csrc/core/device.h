@@ -88,6 +88,11 @@ class Device {
   /// Milliseconds between two reached events; DeviceError if one was never recorded.
   virtual double elapsed_ms(EventHandle start, EventHandle end) = 0;
 
+  /// Memory that `read` may write to while the caller goes on: pinned, where that is a difference.
+  virtual std::shared_ptr<std::byte[]> landing(std::size_t bytes) = 0;
+  /// Enqueues a copy from the device's memory to `landing` memory: page ids, not pages.
+  virtual void read(StreamHandle stream, const Copy& copy) = 0;
+
   /// Enqueues all `copies` or none. The span is read before the call returns. More copies than
   /// `limits().copies_per_call`, or a pitch above `max_pitch`, is a DeviceError.
   virtual void copy(StreamHandle stream, Direction direction, std::span<const Copy> copies) = 0;

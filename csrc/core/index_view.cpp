@@ -7,6 +7,9 @@ void check_shape(const IndexView& view, std::int64_t page_size) {
     throw PageError(
         text(view.name, ": elements of ", view.itemsize, " bytes, must be int32 (4) or int64 (8)"));
   }
+  if (!view.data && view.count > 0) {
+    throw PageError(text(view.name, ": ", view.count, " slots in no memory"));
+  }
   if (view.count < 0 || view.count % page_size != 0) {
     throw PageError(
         text(view.name, ": ", view.count, " slots is not a multiple of page_size ", page_size));

@@ -7,6 +7,12 @@
 #include "core/format.h"
 
 namespace kvburst {
+namespace {
+
+/// A forward that comes later than so many failures has long been told by its ack.
+constexpr std::size_t kFailuresRemembered = 1024;
+
+}  // namespace
 
 LayerGate::LayerGate(std::shared_ptr<Device> device, std::span<const PoolLayout> layouts, int slots)
     : device_(std::move(device)) {
@@ -22,19 +28,26 @@ LayerGate::LayerGate(std::shared_ptr<Device> device, std::span<const PoolLayout>
   }
   slots_.resize(static_cast<std::size_t>(slots));
   for (Slot& slot : slots_) {
-    for (int layer = 0; layer < layers; ++layer) slot.layers.emplace_back(device_);
+    slot.layers.resize(stored_.size());
+    for (std::size_t layer = 0; layer < stored_.size(); ++layer) {
+      if (stored_[layer]) slot.layers[layer].emplace(device_);
+    }
   }
+}
+
+bool LayerGate::has_slot(std::int64_t id) {
+  const std::lock_guard lock(rotation_);
+  const std::shared_ptr<Burst>& earlier = slot_of(id).burst;
+  return !earlier || earlier->done();
 }
 
 void LayerGate::wait_for_slot(std::int64_t id) {
   std::shared_ptr<Burst> earlier;
   {
-    std::unique_lock lock(mutex_);
+    const std::lock_guard lock(rotation_);
     earlier = slot_of(id).burst;
-    if (!earlier) return;
-    issued_.wait(lock, [&] { return earlier->state.load() != BurstState::queued; });
   }
-  earlier->synchronize();
+  if (earlier) earlier->synchronize();
 }
 
 void LayerGate::acquire(std::shared_ptr<Burst> burst) {
@@ -42,19 +55,23 @@ void LayerGate::acquire(std::shared_ptr<Burst> burst) {
 }
 
 bool LayerGate::try_acquire(std::shared_ptr<Burst> burst) {
-  const std::lock_guard lock(mutex_);
+  const std::lock_guard lock(rotation_);
   Slot& slot = slot_of(burst->id);
   if (slot.burst && !slot.burst->done()) return false;
+  if (slot.burst && slot.burst->failed()) {
+    failures_.emplace(slot.burst->id, slot.burst->error);
+    if (failures_.size() > kFailuresRemembered) failures_.erase(failures_.begin());
+  }
   newest_ = std::max(newest_, burst->id);
   slot.burst = std::move(burst);
   return true;
 }
 
 void LayerGate::layer_issued(Burst& burst, int layer, StreamHandle stream) {
-  device_->record(slot_of(burst.id).layers[static_cast<std::size_t>(layer)].handle(), stream);
+  device_->record(slot_of(burst.id).layers[static_cast<std::size_t>(layer)]->handle(), stream);
   {
-    // The flag is set under the lock so that a waiter cannot miss the notification.
-    const std::lock_guard lock(mutex_);
+    // Set under the lock, so that a waiter that has just looked cannot miss the notification.
+    const std::lock_guard lock(waiters_);
     burst.issued[static_cast<std::size_t>(layer)].store(true, std::memory_order_release);
   }
   issued_.notify_all();
@@ -62,7 +79,7 @@ void LayerGate::layer_issued(Burst& burst, int layer, StreamHandle stream) {
 
 void LayerGate::burst_settled() {
   {
-    const std::lock_guard lock(mutex_);
+    const std::lock_guard lock(waiters_);
   }
   issued_.notify_all();
 }
@@ -74,7 +91,7 @@ void LayerGate::check_layer(int layer) const {
   }
 }
 
-/// The burst's record, or null if its slot has moved on. Needs the lock.
+/// The burst's record, or null if its slot has moved on. Needs the rotation's lock.
 std::shared_ptr<Burst> LayerGate::current(std::int64_t burst) {
   if (burst < 0 || burst > newest_) {
     throw BurstError(text("burst: ", burst, " was never submitted, the newest is ", newest_));
@@ -83,34 +100,47 @@ std::shared_ptr<Burst> LayerGate::current(std::int64_t burst) {
   return holder->id == burst ? holder : nullptr;
 }
 
+std::shared_ptr<Burst> LayerGate::find(std::int64_t burst) {
+  const std::lock_guard lock(rotation_);
+  return current(burst);
+}
+
 bool LayerGate::ready(const Burst& burst, int layer) const {
   return !stored_[static_cast<std::size_t>(layer)] ||
          burst.issued[static_cast<std::size_t>(layer)].load(std::memory_order_acquire) ||
-         burst.state.load(std::memory_order_acquire) == BurstState::failed;
+         burst.failed();
 }
 
-bool LayerGate::is_issued(std::int64_t burst, int layer) {
+bool LayerGate::wait_issued(std::int64_t burst, int layer, std::chrono::milliseconds timeout) {
   check_layer(layer);
-  const std::lock_guard lock(mutex_);
-  const std::shared_ptr<Burst> record = current(burst);
-  return !record || ready(*record, layer);
+  const std::shared_ptr<Burst> record = find(burst);
+  if (!record || ready(*record, layer)) return true;
+  if (timeout.count() == 0) return false;
+  std::unique_lock lock(waiters_);
+  return issued_.wait_for(lock, timeout, [&] { return ready(*record, layer); });
 }
 
 void LayerGate::wait(std::int64_t burst, int layer, std::optional<StreamHandle> stream) {
   check_layer(layer);
+  const std::shared_ptr<Burst> record = find(burst);
+  if (!record) return throw_if_failed(burst);
+  if (!ready(*record, layer)) {
+    std::unique_lock lock(waiters_);
+    issued_.wait(lock, [&] { return ready(*record, layer); });
+  }
+  if (record->failed()) throw BurstError(record->error);
+  if (!stored_[static_cast<std::size_t>(layer)]) return;
   EventHandle event = 0;
   {
-    std::unique_lock lock(mutex_);
-    const std::shared_ptr<Burst> record = current(burst);
-    if (!record) return;
-    issued_.wait(lock, [&] { return ready(*record, layer); });
-    if (record->state.load(std::memory_order_acquire) == BurstState::failed) {
-      throw BurstError(record->error);
+    // Under the lock, so that the slot cannot be handed to a newer burst meanwhile.
+    std::unique_lock lock(rotation_);
+    if (!current(burst)) {
+      lock.unlock();
+      return throw_if_failed(burst);
     }
-    if (!stored_[static_cast<std::size_t>(layer)]) return;
-    event = slot_of(burst).layers[static_cast<std::size_t>(layer)].handle();
+    event = slot_of(burst).layers[static_cast<std::size_t>(layer)]->handle();
     if (stream) {
-      // Under the lock: once it is let go, the slot may be handed to a newer burst.
+      note_arrival(*record, layer, *stream);
       device_->wait(*stream, event);
       return;
     }
@@ -118,19 +148,49 @@ void LayerGate::wait(std::int64_t burst, int layer, std::optional<StreamHandle> 
   device_->synchronize(event);
 }
 
-bool LayerGate::is_done(std::int64_t burst) {
-  const std::lock_guard lock(mutex_);
-  const std::shared_ptr<Burst> record = current(burst);
-  if (!record) return true;
-  if (record->state.load(std::memory_order_acquire) == BurstState::failed) {
-    throw BurstError(record->error);
-  }
-  return record->done();
+void LayerGate::throw_if_failed(std::int64_t gone) {
+  const std::lock_guard lock(rotation_);
+  const auto failure = failures_.find(gone);
+  if (failure != failures_.end()) throw BurstError(failure->second);
 }
 
-std::shared_ptr<Burst> LayerGate::find(std::int64_t burst) {
-  const std::lock_guard lock(mutex_);
-  return current(burst);
+void LayerGate::note_arrival(Burst& burst, int layer, StreamHandle stream) {
+  Slot& slot = slot_of(burst.id);
+  const auto arrival = slot.arrivals.find(layer);
+  if (arrival == slot.arrivals.end()) return;
+  if (burst.awaited[static_cast<std::size_t>(layer)].exchange(true)) return;
+  device_->record(arrival->second.handle(), stream);
+}
+
+std::optional<double> LayerGate::stalls_ms(std::int64_t burst) {
+  const std::lock_guard lock(rotation_);
+  const std::shared_ptr<Burst> record = current(burst);
+  if (!record) return std::nullopt;
+  double stalls = 0;
+  const Slot& slot = slot_of(burst);
+  for (const auto& [layer, arrival] : slot.arrivals) {
+    const auto at = static_cast<std::size_t>(layer);
+    // A stream that has not come yet finds the layer in place.
+    if (!record->awaited[at] || !device_->query(arrival.handle())) continue;
+    stalls += std::max(0.0, device_->elapsed_ms(arrival.handle(), slot.layers[at]->handle()));
+  }
+  return stalls;
+}
+
+void LayerGate::measure_stalls_at(std::span<const int> layers) {
+  for (Slot& slot : slots_) {
+    for (const int layer : layers) slot.arrivals.try_emplace(layer, device_);
+  }
+}
+
+bool LayerGate::is_done(std::int64_t burst) {
+  const std::shared_ptr<Burst> record = find(burst);
+  if (!record) {
+    throw_if_failed(burst);
+    return true;
+  }
+  if (record->failed()) throw BurstError(record->error);
+  return record->done();
 }
 
 }  // namespace kvburst

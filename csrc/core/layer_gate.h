@@ -1,11 +1,14 @@
 #pragma once
 
+#include <chrono>
 #include <condition_variable>
 #include <cstdint>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
 #include <span>
+#include <string>
 #include <vector>
 
 #include "core/burst.h"
@@ -22,7 +25,8 @@
 ///
 /// Events are few and bursts are many, so they rotate: burst `id` has slot `id % slots`. Callers
 /// hold burst ids and never a slot. A slot is handed on only when its burst is done, so an id whose
-/// slot has moved on names a burst that is complete, and needs no wait at all.
+/// slot has moved on names a burst that is complete, and needs no wait at all; those that failed
+/// are remembered, for a forward that comes late to be told.
 namespace kvburst {
 
 /// Thread-safe: one thread acquires, one issues, any number wait.
@@ -35,10 +39,17 @@ class LayerGate {
   int num_layers() const { return static_cast<int>(stored_.size()); }
   /// Whether any of its pools stores the layer.
   bool has_data(int layer) const { return stored_[static_cast<std::size_t>(layer)]; }
+  const Device& device() const { return *device_; }
   int num_slots() const { return static_cast<int>(slots_.size()); }
+
+  /// Makes the first wait for each of these layers record one event more, for `stalls_ms`. Before
+  /// the first burst.
+  void measure_stalls_at(std::span<const int> layers);
 
   // The issuer's side.
 
+  /// Whether the slot that burst `id` will have is free.
+  bool has_slot(std::int64_t id);
   /// Blocks until the slot that burst `id` will have is free: until the burst that has it is done.
   void wait_for_slot(std::int64_t id);
   /// Gives `burst` its slot, waiting for it.
@@ -47,18 +58,23 @@ class LayerGate {
   bool try_acquire(std::shared_ptr<Burst> burst);
   /// Records the layer's event on `stream`, behind the layer's copies, and lets its waiters go on.
   void layer_issued(Burst& burst, int layer, StreamHandle stream);
-  /// Wakes whoever waits for the burst to leave the state `queued`; to be called once it has.
+  /// Wakes the waiters of a burst that has settled.
   void burst_settled();
 
   // The forward's side. A burst that failed is thrown as BurstError; an id that was never
   // submitted, or a layer out of range, is refused.
 
-  /// Whether `wait` would return without blocking the thread on the issuer.
-  bool is_issued(std::int64_t burst, int layer);
+  /// Blocks the thread until `wait` would not block it on the issuer, for `timeout` at most, and
+  /// returns whether that is so.
+  bool wait_issued(std::int64_t burst, int layer, std::chrono::milliseconds timeout);
   /// Orders `stream` behind the layer, every pool's part of it; without a stream blocks the thread
   /// until the bytes are there (and, if the slot moves on meanwhile, perhaps a little longer).
   /// Blocks first for as long as the layer has not been issued.
   void wait(std::int64_t burst, int layer, std::optional<StreamHandle> stream);
+  /// Milliseconds that streams have stood at the gate for this burst, so far: for each measured
+  /// layer, from its first waiter's arrival until the layer was in place. None once the slot has
+  /// moved on. Of a burst that is done.
+  std::optional<double> stalls_ms(std::int64_t burst);
   /// Whether all of the burst is in place.
   bool is_done(std::int64_t burst);
   /// The burst's record; null once its slot has moved on, and the burst is complete.
@@ -67,7 +83,10 @@ class LayerGate {
  private:
   struct Slot {
     std::shared_ptr<Burst> burst;
-    std::vector<Event> layers;
+    /// By model layer; none where no pool stores it.
+    std::vector<std::optional<Event>> layers;
+    /// By model layer; only where stalls are measured.
+    std::map<int, Event> arrivals;
   };
 
   Slot& slot_of(std::int64_t burst) {
@@ -76,13 +95,21 @@ class LayerGate {
   std::shared_ptr<Burst> current(std::int64_t burst);
   bool ready(const Burst& burst, int layer) const;
   void check_layer(int layer) const;
+  void note_arrival(Burst& burst, int layer, StreamHandle stream);
+  void throw_if_failed(std::int64_t gone);
 
   std::shared_ptr<Device> device_;
   /// By model layer: whether any pool stores it.
   std::vector<bool> stored_;
   std::vector<Slot> slots_;
   std::int64_t newest_ = -1;
-  std::mutex mutex_;
+  /// Errors of bursts whose slot has moved on; the newest of them.
+  std::map<std::int64_t, std::string> failures_;
+  /// Of the slots, `newest_` and `failures_`: which burst has which slot, and which had one.
+  std::mutex rotation_;
+  /// Of the waiters for *issued* flags. The issuer takes this one alone, and calls no driver under
+  /// it.
+  std::mutex waiters_;
   std::condition_variable issued_;
 };
 

@@ -43,6 +43,14 @@ bool PageAllocator::allocate(std::int64_t slots, std::int64_t* out) {
   return true;
 }
 
+void PageAllocator::take_back(std::int64_t slots, const std::int64_t* in) {
+  for (std::int64_t first = slots - page_size_; first >= 0; first -= page_size_) {
+    const std::int64_t page = in[first] / page_size_;
+    state_[at(page)] = State::free;
+    free_.push_front(page);
+  }
+}
+
 void PageAllocator::free(const IndexView& slots) {
   check_shape(slots, page_size_);
   scratch_.clear();
@@ -85,11 +93,14 @@ void PageAllocator::give_back(const std::vector<std::int64_t>& pages) {
 std::int64_t PageAllocator::hold(std::span<const PagePair> pairs, Tier tier) {
   for (const PagePair& pair : pairs) {
     const std::int64_t page = page_of(pair, tier);
+    if (page == kDeferred) continue;
     if (page < 0 || page >= pages() || state_[at(page)] != State::used) {
       throw PageError(text(name_, ": page ", page, " is not allocated, a burst cannot use it"));
     }
   }
-  for (const PagePair& pair : pairs) ++holds_[at(page_of(pair, tier))];
+  for (const PagePair& pair : pairs) {
+    if (const std::int64_t page = page_of(pair, tier); page != kDeferred) ++holds_[at(page)];
+  }
   return resets_;
 }
 
@@ -98,6 +109,7 @@ void PageAllocator::release(std::span<const PagePair> pairs, Tier tier, std::int
   scratch_.clear();
   for (const PagePair& pair : pairs) {
     const std::int64_t page = page_of(pair, tier);
+    if (page == kDeferred) continue;
     if (page < 0 || page >= pages() || holds_[at(page)] == 0) {
       throw PageError(text(name_, ": page ", page, " is not held, it cannot be released"));
     }

@@ -38,12 +38,16 @@ class PageAllocator {
   /// Writes the slots of `slots / page_size` pages to `out`, or returns false and changes nothing
   /// if there are not as many. Throws PageError if `slots` is not a multiple of the page size.
   bool allocate(std::int64_t slots, std::int64_t* out);
+  /// Undoes the last `allocate`, of which nothing has come: the free list is as it was before, so
+  /// that ranks of which only some had to undo go on handing out the same pages.
+  void take_back(std::int64_t slots, const std::int64_t* in);
   /// Takes back whole pages, given by their slots. All or none: throws PageError, naming the page,
   /// on one that is out of range, not allocated, or given twice.
   void free(const IndexView& slots);
 
   /// Keeps pages from being handed out until they are released as often as they were held. All or
-  /// none: throws PageError on a page that is not allocated. Returns the reset that it belongs to.
+  /// none: throws PageError on a page that is not allocated. Deferred pages, which nobody knows
+  /// yet, are passed over. Returns the reset that it belongs to.
   std::int64_t hold(std::span<const PagePair> pages, Tier tier);
   /// Undoes a hold; of no effect if the allocator has been reset since. Throws PageError on a page
   /// that is not held.

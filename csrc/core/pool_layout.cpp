@@ -141,8 +141,9 @@ PoolLayout::PoolLayout(std::string name, std::span<const int> layer_ids, DeviceT
                              " must be at least ", i > 0 ? layer_ids[i - 1] + 1 : 0,
                              " (strictly increasing from 0)"));
     }
-    if (layer_ids[i] == std::numeric_limits<int>::max()) {
-      throw LayoutError(text(pool, ": layer_ids: ", layer_ids[i], " is too large"));
+    if (layer_ids[i] > kMaxLayerId) {
+      throw LayoutError(
+          text(pool, ": layer_ids: ", layer_ids[i], " must be at most ", kMaxLayerId));
     }
   }
   num_layers_ = layer_ids.back() + 1;

@@ -20,6 +20,9 @@ struct MemoryRange {
   }
 };
 
+/// Highest model layer id: far above any model's, and low enough for an event a layer.
+constexpr int kMaxLayerId = 65'535;
+
 /// The device side of a pool: one contiguous array of pages a layer.
 struct DeviceTier {
   /// Address of page 0, one a layer.

@@ -1,5 +1,7 @@
 #include "host/host_device.h"
 
+#include <unistd.h>
+
 #include <algorithm>
 #include <utility>
 #include <vector>
@@ -16,13 +18,18 @@ constexpr double kLongestBusyUs = 86'400e6;
 }  // namespace
 
 HostDevice::HostDevice(std::optional<LinkModel> link, CopyLimits limits)
-    : link_(link), limits_(limits) {
+    : link_(link), limits_(limits), process_(getpid()) {
   if (link_) link_->check();
   limits_.check();
   default_stream_ = create_stream();
 }
 
 HostDevice::~HostDevice() {
+  if (process_ != getpid()) {
+    // Not even their condition variables can be destroyed: threads that are not here wait on them.
+    new auto(std::move(streams_));
+    return;
+  }
   for (const auto& [handle, stream] : streams_) stream->finish();
 }
 
@@ -35,6 +42,9 @@ StreamHandle HostDevice::create_stream() {
 }
 
 void HostDevice::destroy_stream(StreamHandle handle) {
+  // Of a forked child: the lock may have been another thread's at the fork, and the stream's own
+  // thread is not here. It all stays as it is.
+  if (process_ != getpid()) return;
   const std::shared_ptr<HostStream> stream = find_stream(handle);
   {
     const std::lock_guard lock(mutex_);
@@ -55,6 +65,7 @@ EventHandle HostDevice::create_event() {
 }
 
 void HostDevice::destroy_event(EventHandle handle) {
+  if (process_ != getpid()) return;
   find_event(handle);
   const std::lock_guard lock(mutex_);
   events_.erase(handle);
@@ -181,11 +192,18 @@ void HostDevice::check(const Copy& copy) const {
   }
 }
 
+std::shared_ptr<std::byte[]> HostDevice::landing(std::size_t bytes) {
+  return std::make_shared<std::byte[]>(bytes);
+}
+
 void HostDevice::copy(StreamHandle handle, Direction direction, std::span<const Copy> copies) {
   const std::shared_ptr<HostStream> stream = find_stream(handle);
   if (copies.empty() || copies.size() > limits_.copies_per_call) {
     throw DeviceError(text("copy: ", copies.size(), " copies in a call, must be from 1 to ",
                            limits_.copies_per_call));
+  }
+  if (calls_until_failure_ > 0 && --calls_until_failure_ == 0) {
+    throw DeviceError("copy: failed, as it was told to");
   }
   std::int64_t bytes = 0;
   for (const Copy& copy : copies) {
@@ -234,8 +252,18 @@ CopyCounters HostDevice::counters(Direction direction) const {
   return {counts.calls, counts.copies, counts.bytes};
 }
 
+void HostDevice::fail_copy_call(std::int64_t nth) {
+  if (nth < 1) throw DeviceError(text("fail_copy_call: ", nth, " is below the minimum of 1"));
+  calls_until_failure_ = nth;
+}
+
 void HostDevice::copy_on_device(StreamHandle handle, const Copy& copy) {
   check(copy);
+  enqueue(handle, copy);
+}
+
+/// One copy that crosses no link.
+void HostDevice::enqueue(StreamHandle handle, const Copy& copy) {
   const std::shared_ptr<HostStream> stream = find_stream(handle);
   std::vector<Copy> work = stream->spare();
   work.assign(1, copy);

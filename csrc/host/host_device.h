@@ -1,5 +1,7 @@
 #pragma once
 
+#include <sys/types.h>
+
 #include <array>
 #include <atomic>
 #include <cstdint>
@@ -32,7 +34,7 @@ class HostDevice final : public Device {
  public:
   /// Throws LayoutError if the model or a limit is out of its bounds.
   explicit HostDevice(std::optional<LinkModel> link = std::nullopt, CopyLimits limits = {});
-  /// Works off every stream.
+  /// Works off every stream. In a forked child, which has none of their threads, it leaves them.
   ~HostDevice() override;
 
   std::string_view name() const override { return "host"; }
@@ -61,8 +63,12 @@ class HostDevice final : public Device {
   void synchronize();
   double elapsed_ms(EventHandle start, EventHandle end) override;
 
+  std::shared_ptr<std::byte[]> landing(std::size_t bytes) override;
+  void read(StreamHandle stream, const Copy& copy) override { enqueue(stream, copy); }
   void copy(StreamHandle stream, Direction direction, std::span<const Copy> copies) override;
   CopyCounters counters(Direction direction) const;
+  /// Makes the `nth` call of `copy` from now on, counted from 1, throw and copy nothing.
+  void fail_copy_call(std::int64_t nth);
 
   // What a forward does in tests and demos: work on a stream that reads and writes device memory.
 
@@ -93,12 +99,14 @@ class HostDevice final : public Device {
   std::shared_ptr<HostStream> find_stream(StreamHandle stream) const;
   std::shared_ptr<HostEvent> find_event(EventHandle event) const;
   void check(const Copy& copy) const;
+  void enqueue(StreamHandle stream, const Copy& copy);
   void issue_modelled(HostStream& stream, Link& link, std::span<const Copy> copies);
 
   const std::optional<LinkModel> link_;
   const CopyLimits limits_;
   std::array<Link, 2> links_;
   std::array<Counts, 2> counts_;
+  std::atomic<std::int64_t> calls_until_failure_ = 0;
   mutable std::mutex mutex_;
   std::uintptr_t next_handle_ = 1;
   std::unordered_map<StreamHandle, std::shared_ptr<HostStream>> streams_;
@@ -106,6 +114,8 @@ class HostDevice final : public Device {
   /// Innermost last.
   std::map<std::thread::id, std::vector<StreamHandle>> current_streams_;
   StreamHandle default_stream_;
+  /// The one whose threads the streams are.
+  const pid_t process_;
 };
 
 }  // namespace kvburst

@@ -30,6 +30,10 @@ class NullDevice final : public Device {
   void synchronize_stream(StreamHandle) override {}
   double elapsed_ms(EventHandle, EventHandle) override { return 0; }
 
+  std::shared_ptr<std::byte[]> landing(std::size_t bytes) override {
+    return std::make_shared<std::byte[]>(bytes);
+  }
+  void read(StreamHandle, const Copy&) override {}
   void copy(StreamHandle, Direction, std::span<const Copy>) override {}
 
  private:

@@ -24,8 +24,10 @@ from kvburst._core import (
 )
 
 if TYPE_CHECKING:
+    from kvburst._indices import StreamIndices
     from kvburst.acks import Ack, AckQueue
-    from kvburst.controller import BurstController, PoolTransfer
+    from kvburst.burst_lane import PoolTransfer
+    from kvburst.controller import BurstController
     from kvburst.layer_done import LayerDoneCounter
     from kvburst.page_allocator import PageAllocator
     from kvburst.pools import DevicePool, HostPool, Pool
@@ -52,6 +54,7 @@ __all__ = [
     "Pool",
     "PoolTransfer",
     "Stream",
+    "StreamIndices",
     "__version__",
 ]
 
@@ -60,9 +63,10 @@ _MODULES = {
     "Ack": "acks",
     "AckQueue": "acks",
     "BurstController": "controller",
-    "PoolTransfer": "controller",
+    "PoolTransfer": "burst_lane",
     "LayerDoneCounter": "layer_done",
     "PageAllocator": "page_allocator",
+    "StreamIndices": "_indices",
     "DevicePool": "pools",
     "HostPool": "pools",
     "Pool": "pools",

@@ -4,7 +4,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import overload
 
-from kvburst._core import Burst, BurstError, BurstEvent
+import torch
+
+from kvburst._core import Burst, BurstEvent
 
 
 @dataclass(frozen=True)
@@ -18,6 +20,12 @@ class Ack:
     num_burst_tokens: int
     """Token slots of the burst, counted once for all pools and layers."""
     num_tokens_by_pool: dict[str, int]
+    caller_us: float = 0.0
+    """Microseconds of the scheduler thread, the allocators not counted."""
+    alloc_us: float = 0.0
+    """Microseconds that the allocators took on it beside that."""
+    kept: tuple[torch.Tensor, ...] = ()
+    """Index tensors in device memory, which the issuer reads."""
 
     @property
     def node_ids(self) -> list[int]:
@@ -45,7 +53,10 @@ class Ack:
 
     @property
     def finish_event(self) -> BurstEvent:
-        """`query` is true once the burst has been issued and is done, or has failed."""
+        """`query` is true once the burst has been issued and its copies are done.
+
+        Of a burst that failed, once the copies that had been issued are.
+        """
         return self.burst.finish_event
 
     @property
@@ -60,7 +71,7 @@ class AckQueue(Sequence[Ack]):
     and `clear` it. Belongs to the scheduler thread.
     """
 
-    def __init__(self, on_retire: Callable[[Ack], None]) -> None:
+    def __init__(self, *on_retire: Callable[[Ack], None]) -> None:
         self._acks: list[Ack] = []
         self._on_retire = on_retire
 
@@ -70,13 +81,14 @@ class AckQueue(Sequence[Ack]):
     def pop(self, index: int) -> Ack:
         """Retire the oldest ack; blocks until its burst is done, since its pages are returned."""
         if index != 0:
-            raise BurstError(f"index: {index} must be 0, acks are retired in order")
+            raise IndexError(f"index: {index} must be 0, acks are retired in order")
         if not self._acks:
             raise IndexError("no ack to retire: the queue is empty")
         ack = self._acks[0]
         ack.finish_event.synchronize()
         del self._acks[0]
-        self._on_retire(ack)
+        for told in self._on_retire:
+            told(ack)
         return ack
 
     def clear(self) -> None:

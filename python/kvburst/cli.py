@@ -4,13 +4,21 @@ and ``--help``, ``--version`` and a shell's completion are not to wait for it.""
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
 
 from kvburst._core import KVBurstError, __version__
-from kvburst.demo_options import DemoOptions, Groups, Layout, Mode
+from kvburst.demo_options import (
+    DEFAULT_MODELLED_PAGES,
+    DEFAULT_PAGES,
+    DemoOptions,
+    Groups,
+    Layout,
+    Mode,
+)
 from kvburst.geometries import GEOMETRIES
 from kvburst.links import LinkName
 from kvburst.replay.options import (
@@ -81,9 +89,14 @@ def demo(
         str, typer.Option(metavar="NAME", help=f"A model's pools: {', '.join(GEOMETRY_NAMES)}.")
     ] = DEFAULTS.geometry,
     pages: Annotated[
-        int,
-        typer.Option(parser=_whole_number, metavar="N", help="Pages that move; at least 1."),
-    ] = DEFAULTS.pages,
+        int | None,
+        typer.Option(
+            parser=_whole_number,
+            metavar="N",
+            help=f"Pages that move; {DEFAULT_PAGES} if left out, {DEFAULT_MODELLED_PAGES} with a"
+            " link.",
+        ),
+    ] = None,
     device_pages: Annotated[
         int,
         typer.Option(
@@ -110,7 +123,11 @@ def demo(
         ),
     ] = DEFAULTS.groups,
     mode: Annotated[
-        Mode, typer.Option(help="Who issues the copies. inline: the thread that calls.")
+        Mode,
+        typer.Option(
+            help="Who issues the copies. thread: a thread of their own; inline: the thread that"
+            " calls."
+        ),
     ] = DEFAULTS.mode,
     link: Annotated[
         Literal["none", LinkName],
@@ -143,6 +160,12 @@ def demo(
             help="Of the random bytes and of the order of the pages.",
         ),
     ] = DEFAULTS.seed,
+    compare: Annotated[
+        bool,
+        typer.Option(
+            "--compare", help="Before it the same inline, with one copy per page and layer."
+        ),
+    ] = False,
     plot: Annotated[
         Path | None,
         typer.Option(
@@ -163,15 +186,16 @@ def demo(
       kvburst demo
       kvburst demo --geometry llama-3.1-70b --pages 8 --layout layer_first
       kvburst demo --separate
-      kvburst demo --link h100 --pages 1024 --plot timeline.png
-      kvburst demo --link h100 --pages 1024 --groups none
+      kvburst demo --link h100 --compare --plot timeline.png
+      kvburst demo --link h100 --forward 1 --groups none
     """
     with _one_line_errors("demo"):
         _check_file("--json", json_file)
         _check_file("--plot", plot)
+        usual_pages = DEFAULT_PAGES if link == "none" else DEFAULT_MODELLED_PAGES
         options = DemoOptions(
             geometry=geometry,
-            pages=pages,
+            pages=usual_pages if pages is None else pages,
             device_pages=device_pages,
             layout=layout,
             one_allocation=one_allocation,
@@ -182,6 +206,8 @@ def demo(
             chunk_pages=chunk_pages,
             seed=seed,
         )
+        plain = replace(options, mode="inline", groups="none")
+        wanted = [plain, options] if compare else [options]
         from rich.console import Console
 
         from kvburst.demo import Demo, num_ticks
@@ -191,16 +217,20 @@ def demo(
 
         if plot is not None:
             check_plot(plot)
-        with progress(Console(stderr=True, quiet=quiet), num_ticks(options)) as tick:
-            result = Demo(options, tick).run()
-        if not quiet:
-            show(result, Console())
-        elif not result.bit_exact:
-            show_verdict(result, Console(stderr=True))
+        with progress(Console(stderr=True, quiet=quiet), sum(map(num_ticks, wanted))) as tick:
+            results = [Demo(each, tick).run() for each in wanted]
+        for result in results:
+            if not quiet:
+                show(result, Console(), end=max(each.timeline.end for each in results))
+            elif not result.bit_exact:
+                show_verdict(result, Console(stderr=True))
         if plot is not None:
-            draw([result], plot)
-        _write_json(json_file, as_json(result))
-    if not result.bit_exact:
+            draw(results, plot)
+        content = as_json(results[-1])
+        if compare:
+            content["compared_with"] = as_json(results[0])
+        _write_json(json_file, content)
+    if not all(result.bit_exact for result in results):
         raise typer.Exit(1)
 
 

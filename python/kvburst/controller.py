@@ -1,142 +1,40 @@
 """Schedules bursts and keeps their acks, in the shape of SGLang's `HiCacheController`."""
 
+import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
+from time import monotonic
 from typing import Literal
 
 import torch
 
 from kvburst._core import (
-    Burst,
+    BurstError,
     BurstIssuer,
     BurstPages,
     HostDevice,
+    KVBurstError,
     LayerGate,
     LayoutError,
-    PageError,
     PlanOptions,
+    Stream,
 )
-from kvburst._indices import index_view
+from kvburst._indices import StreamIndices
 from kvburst.acks import Ack, AckQueue
+from kvburst.burst_lane import BurstLane, PoolTransfer
 from kvburst.layer_done import LayerDoneCounter
 from kvburst.page_allocator import PageAllocator
 from kvburst.pools import Pool
+from kvburst.stats import BurstRecorder, ControllerStats
+
+# How long an interpreter that exits waits for the threads of a controller.
+_FAREWELL_SECONDS = 4.0
 
 
-@dataclass(frozen=True)
-class PoolTransfer:
-    """Pages of one pool that differ from those of the operation it comes with.
-
-    As many as the operation's; they are the caller's to keep until the ack is retired.
-    """
-
-    name: str
-    """Of any pool but the first."""
-    host_indices: torch.Tensor
-    device_indices: torch.Tensor
-
-
-_TIERS: tuple[Literal["device", "host"], ...] = ("device", "host")
-
-
-class _Holds:
-    """Reserves the pages of bursts on both tiers, from `load` or `write` until the ack retires."""
-
-    def __init__(self, device_allocator: PageAllocator, host_allocator: PageAllocator) -> None:
-        self._allocators = (device_allocator, host_allocator)
-        # Resets of the allocators that the pages belong to: after another, they are nobody's.
-        self._of_queued = (0, 0)
-        self._of_burst: dict[int, tuple[int, int]] = {}
-
-    def hold(self, pages: BurstPages, first: int) -> None:
-        """The pages collected from position `first` on; on both tiers or on none."""
-        on_device, on_host = self._allocators
-        device_reset = on_device.hold(pages, tier="device", first=first)
-        try:
-            self._of_queued = (device_reset, on_host.hold(pages, tier="host", first=first))
-        except PageError:
-            on_device.release(pages, tier="device", reset=device_reset, first=first)
-            raise
-
-    def submitted(self, burst: Burst) -> None:
-        self._of_burst[burst.id] = self._of_queued
-
-    def release_queued(self, pages: BurstPages) -> None:
-        for tier, allocator, reset in zip(_TIERS, self._allocators, self._of_queued, strict=True):
-            allocator.release(pages, tier=tier, reset=reset, first=0)
-
-    def release(self, ack: Ack) -> None:
-        resets = self._of_burst.pop(ack.burst.id)
-        for tier, allocator, reset in zip(_TIERS, self._allocators, resets, strict=True):
-            allocator.release(ack.burst, tier=tier, reset=reset)
-
-
-class _Lane:
-    """One direction: pages are collected, submitted as a burst, and held until its ack retires."""
-
-    def __init__(
-        self, issuer: BurstIssuer, pages: BurstPages, pool_names: Sequence[str], holds: _Holds
-    ) -> None:
-        self.acks = AckQueue(holds.release)
-        self._issuer = issuer
-        self._pages = pages
-        self._pool_names = pool_names
-        self._holds = holds
-        self._node_ids: list[int] = []
-
-    @property
-    def queued_pages(self) -> int:
-        return self._pages.num_pages
-
-    def add(
-        self,
-        device_indices: torch.Tensor,
-        host_indices: torch.Tensor,
-        node_id: int,
-        extra_pools: Sequence[PoolTransfer],
-    ) -> None:
-        """Queue whole pages; all of them or none."""
-        own = [
-            (
-                extra.name,
-                index_view(f"{extra.name} device_indices", extra.device_indices),
-                index_view(f"{extra.name} host_indices", extra.host_indices),
-            )
-            for extra in extra_pools
-        ]
-        before = self._pages.num_pages
-        added = self._pages.append(
-            device=index_view("device_indices", device_indices),
-            host=index_view("host_indices", host_indices),
-            own=own,
-        )
-        if added == 0:
-            return
-        try:
-            self._holds.hold(self._pages, before)
-        except PageError:
-            self._pages.truncate(before)
-            raise
-        self._node_ids.append(node_id)
-
-    def submit(self, device: HostDevice, page_size: int) -> Burst | None:
-        """Hand what is queued over as one burst; None if nothing is."""
-        burst = self._issuer.submit(self._pages, self._node_ids, stream=device.current_stream())
-        if burst is None:
-            return None
-        self._node_ids = []
-        self._holds.submitted(burst)
-        tokens = burst.num_pages * page_size
-        self.acks.append(Ack(burst, tokens, dict.fromkeys(self._pool_names, tokens)))
-        return burst
-
-    def reset(self) -> None:
-        """Drop what is queued, wait for what is under way, retire it."""
-        self._holds.release_queued(self._pages)
-        self._pages.truncate(0)
-        self._node_ids = []
-        self._issuer.drain()
-        self.acks.clear()
+def _stop(issuers: Sequence[BurstIssuer], timeout: float) -> bool:
+    """Within `timeout` seconds for all of them; whether every thread has ended."""
+    deadline = monotonic() + timeout
+    ended = [issuer.stop(max(0.0, deadline - monotonic())) for issuer in issuers]
+    return all(ended)
 
 
 class BurstController:
@@ -155,11 +53,22 @@ class BurstController:
     options: how bursts are cut into copies.
     check: "slots" reads every index, "pages" only the first of each page.
     gate_slots: loads that may be under way at a time.
+    mode: "thread" hands bursts to a native thread a direction, and the scheduler thread goes on;
+        "inline" issues them on the scheduler thread.
+    write_policy: under "write_back" backups are issued inline whatever the mode, since whoever
+        evicts waits for them.
+    cpus: processors that the threads may run on; none named: any.
 
-    All methods belong to the scheduler thread. Index tensors are CPU tensors of int32 or int64, one
-    token slot an element, whole pages; they are copied, and may be reused or freed as soon as a
-    call returns. Bad ones raise PageError, and nothing has moved or been allocated. The pools'
-    tensors are kept alive; a controller that is dropped waits for its copies.
+    `load_fence_stream` and `write_fence_stream` may be set to the stream that forwards run on: a
+    burst is then ordered behind all that is on it at submission as well. Without that, a load may
+    overwrite pages that a forward launched on another stream than the current one still writes.
+
+    All methods belong to the scheduler thread. Index tensors are int32 or int64, one token slot an
+    element, whole pages. Those on the CPU are copied, and may be reused or freed as soon as a call
+    returns; bad ones raise PageError, and nothing has moved or been allocated. (For indices that a
+    stream is still to write see `StreamIndices`.) A device that fails does not raise here: the
+    burst's ack carries the error, and whoever waits for its layers gets it. The pools' tensors are
+    kept alive; a controller that is dropped waits for its copies, some seconds at most.
     """
 
     def __init__(
@@ -172,6 +81,9 @@ class BurstController:
         options: PlanOptions | None = None,
         check: Literal["pages", "slots"] = "pages",
         gate_slots: int = 3,
+        mode: Literal["thread", "inline"] = "thread",
+        write_policy: Literal["write_through", "write_back"] = "write_through",
+        cpus: Sequence[int] = (),
     ) -> None:
         if not pools:
             raise LayoutError("pools: 0 pools, at least 1 is needed")
@@ -179,6 +91,7 @@ class BurstController:
         self.device = device
         self.device_allocator = device_allocator
         self.host_allocator = host_allocator
+        self._check_pools()
         self.page_size = self._common_page_size()
         self._check_capacities()
 
@@ -186,24 +99,55 @@ class BurstController:
         layouts = [pool.layout for pool in pools]
         self._gate = LayerGate(device, layouts, slots=gate_slots)
 
-        def lane(direction: Literal["backup", "load"], gate: LayerGate | None) -> _Lane:
-            return _Lane(
+        def lane(
+            direction: Literal["backup", "load"],
+            gate: LayerGate | None,
+            mode: Literal["thread", "inline"],
+        ) -> BurstLane:
+            return BurstLane(
                 BurstIssuer(
                     device,
                     layouts,
                     direction=direction,
                     gate=gate,
                     options=options,
+                    mode=mode,
+                    cpus=cpus,
                     memory=self.pools,
                 ),
                 BurstPages(layouts, direction=direction, page_size=self.page_size, check=check),
+                direction,
                 [pool.name for pool in pools],
-                _Holds(device_allocator, host_allocator),
+                device_allocator,
+                host_allocator,
+                BurstRecorder(gate if mode == "thread" else None),
+                self.pools[0].device.layers[0].device,
             )
 
-        self._backups = lane("backup", None)
-        self._loads = lane("load", self._gate)
+        if write_policy not in ("write_through", "write_back"):
+            raise LayoutError(
+                f"write_policy: {write_policy!r} must be 'write_through' or 'write_back'"
+            )
+        self._backups = lane("backup", None, "inline" if write_policy == "write_back" else mode)
+        self._loads = lane("load", self._gate, mode)
+        self._issuers = (self._backups.issuer, self._loads.issuer)
         self.layer_done_counter = LayerDoneCounter(self._gate, device)
+        self.load_fence_stream: Stream | None = None
+        self.write_fence_stream: Stream | None = None
+        # Threads end before the interpreter does, also if nobody calls `stop`.
+        weakref.finalize(self, _stop, self._issuers, _FAREWELL_SECONDS)
+
+    def _check_pools(self) -> None:
+        names = [pool.name for pool in self.pools]
+        for pool in self.pools:
+            if names.count(pool.name) > 1:
+                raise LayoutError(f"pools: {names.count(pool.name)} pools are named '{pool.name}'")
+            memory = pool.device.layers[0].device
+            if memory.type != "cpu":  # HostDevice copies within host memory
+                raise LayoutError(
+                    f"pool '{pool.name}': its layers are on {memory}, the device "
+                    f"'{self.device.name}' copies within host memory"
+                )
 
     def _common_page_size(self) -> int:
         page_size = self.pools[0].page_size
@@ -233,7 +177,7 @@ class BurstController:
 
     def write(
         self,
-        device_indices: torch.Tensor,
+        device_indices: torch.Tensor | StreamIndices,
         priority: int | None = None,
         node_id: int = -1,
         extra_pools: Sequence[PoolTransfer] = (),
@@ -241,23 +185,22 @@ class BurstController:
         """Back up pages, at once: returns their slots on the host, or None if it is full.
 
         `priority` is accepted for SGLang's sake: all that is queued leaves together. No pages: an
-        empty tensor, no burst and no ack.
+        empty tensor, no burst and no ack. Indices on a GPU, or `StreamIndices`, are read by the
+        issuer; wrong ones then fail the burst, and where backups are issued inline this call blocks
+        until the stream has written them. A submission that raises leaves nothing behind.
         """
-        self._check_length("device_indices", device_indices)
-        host_indices = self.host_allocator.alloc(device_indices.numel())
-        if host_indices is None:
-            return None
-        try:
-            self._backups.add(device_indices, host_indices, node_id, extra_pools)
-        except PageError:
-            self.host_allocator.free(host_indices)
-            raise
-        self.start_writing()
+        host_indices = self._backups.add(device_indices, node_id, extra_pools)
+        if host_indices is not None:
+            try:
+                self.start_writing()
+            except KVBurstError:
+                self._backups.undo_add(host_indices)
+                raise
         return host_indices
 
     def start_writing(self) -> None:
         """Submit queued backups as one burst, behind what is on the current stream."""
-        self._backups.submit(self.device, self.page_size)
+        self._backups.submit(self.device.current_stream(), self.write_fence_stream, self.page_size)
 
     # --- loads -----------------------------------------------------------------------------
 
@@ -271,17 +214,10 @@ class BurstController:
         """Queue pages to load: returns their slots on the device, or None if it is full.
 
         They are on their way after `start_loading`. No pages: an empty tensor, and nothing queued.
+        The pages must hold what is to be loaded: of a backup whose ack is not retired, only once
+        the current stream waits for it (`ack.finish_event.wait()`).
         """
-        self._check_length("host_indices", host_indices)
-        device_indices = self.device_allocator.alloc(host_indices.numel())
-        if device_indices is None:
-            return None
-        try:
-            self._loads.add(device_indices, host_indices, node_id, extra_pools)
-        except PageError:
-            self.device_allocator.free(device_indices)
-            raise
-        return device_indices
+        return self._loads.add(host_indices, node_id, extra_pools)
 
     def start_loading(self) -> int:
         """Submit queued loads as one burst, behind what is on the current stream.
@@ -290,13 +226,13 @@ class BurstController:
         slots are taken by loads that still copy; `has_free_load_back_slot` says whether it would on
         any rank.
         """
-        if self._loads.queued_pages == 0:
+        burst = self._loads.submit(
+            self.device.current_stream(), self.load_fence_stream, self.page_size
+        )
+        if burst is None:
             return -1
-        burst_id = self.layer_done_counter.update_producer()
-        burst = self._loads.submit(self.device, self.page_size)
-        assert burst is not None
-        assert burst.id == burst_id
-        return burst_id
+        self.layer_done_counter.submitted(burst.id)
+        return burst.id
 
     def is_load_back_event_done(self, burst_id: int) -> bool:
         """Whether all of a load is in place; true for a negative id.
@@ -337,22 +273,40 @@ class BurstController:
 
     # --- lifecycle -------------------------------------------------------------------------
 
+    def drain(self) -> None:
+        """Block until every burst submitted so far is in place, on this rank.
+
+        Raises BurstError if a thread was left behind by `stop`.
+        """
+        for issuer in self._issuers:
+            issuer.drain()
+
     def reset(self) -> None:
         """Forget what is queued, wait for what is under way and retire it. Blocks.
 
         Page ownership is untouched: what `load` allocated for queued pages is still the caller's to
-        free.
+        free. Raises BurstError if a thread was left behind by `stop`.
         """
         self._backups.reset()
         self._loads.reset()
         self.layer_done_counter.reset()
 
-    def stop(self) -> None:
-        """Wait for what is under way. May be called again; the controller remains usable."""
-        self.reset()
+    def stop(self, timeout: float = 10.0) -> None:
+        """End the threads once what is submitted is issued, within `timeout` seconds.
 
-    def _check_length(self, name: str, indices: torch.Tensor) -> None:
-        if indices.numel() % self.page_size != 0:
-            raise PageError(
-                f"{name}: {indices.numel()} slots is not a multiple of page_size {self.page_size}"
+        Does not wait for the copies: `drain` does.
+        After that bursts are issued inline. Raises BurstError if a thread is stuck in the driver
+        for longer: what is not issued has then failed, and submissions raise. May be called again.
+        """
+        if not timeout >= 0:
+            raise LayoutError(f"timeout: {timeout} seconds must be at least 0")
+        if not _stop(self._issuers, timeout):
+            raise BurstError(
+                f"stop: an issuer is still stuck in the driver after {timeout} s, it is left behind"
             )
+
+    def stats(self) -> ControllerStats:
+        """What the bursts retired so far took."""
+        return ControllerStats(
+            loads=self._loads.recorder.stats(), backups=self._backups.recorder.stats()
+        )

@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterator
 import torch
 
 from kvburst._core import CopyLimits, Event, HostDevice, KVBurstError, PlanOptions, Stream
-from kvburst.acks import Ack
+from kvburst.acks import Ack, AckQueue
 from kvburst.controller import BurstController
-from kvburst.demo_options import DemoOptions, Groups
+from kvburst.demo_options import DemoOptions, Groups, Mode
 from kvburst.demo_result import DemoResult, Direction, Mismatch, Place, Span, Timeline, Transfer
 from kvburst.geometries import Geometry, geometry
 from kvburst.host_memory import GIB, allocate_host, memory_budget
@@ -26,8 +26,8 @@ from kvburst.pools import DevicePool, HostPool, Pool
 SCRIBBLE = 0xAA
 HOST_CANARY = 0xC5
 # With a link model the time is modelled and only the bytes are real; rows this much smaller keep
-# the machine's own memory from being slower than the link it plays.
-MODELLED_ROW_SCALE = 32
+# the machine's own memory from being slower than the link it plays, or from holding its cores.
+MODELLED_ROW_SCALE = 128
 
 # Told the name of the step that one unit of work belongs to, when that unit is done.
 Tick = Callable[[str], None]
@@ -83,7 +83,7 @@ class Demo:
         self.targets = torch.empty(0, dtype=torch.int64)
 
         self.device = self._new_device(options.groups)
-        self.controller = self._new_controller(self.device, options.groups)
+        self.controller = self._new_controller(self.device, options.groups, options.mode)
 
     def run(self) -> DemoResult:
         """All steps. Does not raise for wrong bytes: see ``DemoResult.mismatches``."""
@@ -97,8 +97,8 @@ class Demo:
             load, timeline = self.load_under_forward(compute_ms)
             mismatches = tuple(self.compare())
         finally:
-            self.device.synchronize()  # nothing may be written once the snapshots are gone
             self.controller.stop()
+            self.device.synchronize()  # nothing may be written once the snapshots are gone
         return DemoResult(
             options=self.options,
             geometry=self.geometry,
@@ -129,16 +129,11 @@ class Demo:
 
     def back_up(self) -> Transfer:
         """The source pages go to the host."""
-        begin = time.perf_counter_ns()
         host = self.controller.write(self.sources, node_id=1)
-        caller_us = (time.perf_counter_ns() - begin) / 1e3
         if host is None:
             raise KVBurstError(f"backup: no room for {self.options.pages} host pages")
         self.on_host = host
-        ack = self.controller.ack_write_queue[-1]
-        ack.finish_event.synchronize()
-        transfer = self._transfer("backup", ack, caller_us)
-        self.controller.poll()
+        transfer = self._transfer("backup", _retire(self.controller.ack_write_queue))
         self._tick("backing up")
         return transfer
 
@@ -146,27 +141,17 @@ class Demo:
         """Milliseconds that the grouped copies of the load take, and those of all snapshots: the
         length of the forward is set by the one and contains the other."""
         device = self._new_device("ramp")
-        controller = self._new_controller(device, "ramp")
+        controller = self._new_controller(device, "ramp", "inline")
         targets = controller.load(self.on_host)
         controller.start_loading()
         if targets is None:
             raise KVBurstError(f"load: no room for {self.options.pages} device pages")
-        ack = controller.ack_load_queue[-1]
-        ack.finish_event.synchronize()
-        grouped_ms = ack.start_event.elapsed_time(ack.finish_event)
-        controller.poll()
+        _retire(controller.ack_load_queue)
+        grouped_ms = controller.stats().loads.recent[-1].copies_took_ms
         self._device_allocator.free(targets)
-
-        stream = device.new_stream()
-        begin, end = device.new_event(), device.new_event()
-        begin.record(stream)
-        for layer in range(self.geometry.num_layers):
-            self._take_snapshot(device, stream, layer)
-        end.record(stream)
-        end.synchronize()
         controller.stop()
         self._tick("rehearsing")
-        return grouped_ms, begin.elapsed_time(end)
+        return grouped_ms, self._snapshots_ms(device)
 
     def scribble(self) -> None:
         """Every device page loses its bytes, but for those that others hold."""
@@ -197,10 +182,6 @@ class Demo:
         if targets is None:
             raise KVBurstError(f"load: no room for {self.options.pages} device pages")
         self.targets = targets
-        ack = controller.ack_load_queue[-1]
-        ack.finish_event.wait(watcher)
-        copied.record(watcher)
-
         gate = controller.layer_done_counter
         launch = time.perf_counter_ns()
         with forward:
@@ -213,10 +194,11 @@ class Demo:
                 device.busy(forward, 1e3 * compute_ms)
                 done[layer].record()
         launched = time.perf_counter_ns()
+        controller.ack_load_queue[0].finish_event.wait(watcher)
+        copied.record(watcher)
         device.synchronize()
 
-        transfer = self._transfer("load", ack, (handed_over - begin) / 1e3)
-        controller.poll()
+        transfer = self._transfer("load", _retire(controller.ack_load_queue))
         self._tick("loading back under a forward")
 
         def since(event: Event) -> float:
@@ -225,7 +207,7 @@ class Demo:
         return transfer, Timeline(
             hand_over=Span(0.0, (handed_over - begin) / 1e6),
             launch=Span((launch - begin) / 1e6, (launched - begin) / 1e6),
-            copying=Span(since(copied) - transfer.copying_ms, since(copied)),
+            copying=Span(since(copied) - transfer.stats.copies_took_ms, since(copied)),
             stalls=tuple(
                 Span(since(before), since(after))
                 for before, after in zip(arrived, passed, strict=True)
@@ -265,7 +247,7 @@ class Demo:
             limits=CopyLimits(tall_copies=groups != "none"),
         )
 
-    def _new_controller(self, device: HostDevice, groups: Groups) -> BurstController:
+    def _new_controller(self, device: HostDevice, groups: Groups, mode: Mode) -> BurstController:
         options = PlanOptions(
             ramp=groups == "ramp",
             merge_neighbours=groups != "none",
@@ -278,6 +260,7 @@ class Demo:
             host_allocator=self._host_allocator,
             options=options,
             check="slots",
+            mode=mode,
         )
 
     def _new_pool(self, real: Geometry, number: int) -> Pool:
@@ -341,7 +324,23 @@ class Demo:
                     target.numel(),
                 )
 
-    def _transfer(self, direction: Direction, ack: Ack, caller_us: float) -> Transfer:
+    def _snapshots_ms(self, device: HostDevice) -> float:
+        """Milliseconds that the snapshots of all layers take on a stream."""
+        if device.link is not None:
+            return 0.0  # only what crosses the link takes modelled time
+        stream = device.new_stream()
+        begin, end = device.new_event(), device.new_event()
+        begin.record(stream)
+        for layer in range(self.geometry.num_layers):
+            self._take_snapshot(device, stream, layer)
+        end.record(stream)
+        end.synchronize()
+        return begin.elapsed_time(end)
+
+    def _transfer(self, direction: Direction, ack: Ack) -> Transfer:
+        """What the burst came to; its ack is retired."""
+        stats = self.controller.stats()
+        lane = stats.loads if direction == "load" else stats.backups
         counted = self.device.counters(direction)
         layers = sum(len(pool.device.layers) for pool in self.pools)
         return Transfer(
@@ -351,10 +350,17 @@ class Demo:
             one_per_page_and_layer=self.options.pages * layers,
             bytes=self.options.pages * self.geometry.bytes_per_page,
             bytes_moved=counted.bytes,
-            caller_us=caller_us,
-            copying_ms=ack.start_event.elapsed_time(ack.finish_event),
             fallbacks=dict(ack.burst.fallbacks),
+            stats=lane.recent[-1],
         )
+
+
+def _retire(acks: AckQueue) -> Ack:
+    """The oldest of them, once its burst is done. Blocks until then; raises if it failed."""
+    ack = acks.pop(0)
+    if ack.error is not None:
+        raise KVBurstError(ack.error)
+    return ack
 
 
 def _spare(pages: int) -> int:

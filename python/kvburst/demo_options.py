@@ -10,9 +10,13 @@ from kvburst.links import LinkName
 
 Layout = Literal["page_first_direct", "layer_first"]
 Groups = Literal["ramp", "neighbours", "none"]
-Mode = Literal["inline"]
+Mode = Literal["thread", "inline"]
 
 MAX_SEED = (1 << 32) - 1
+# Pages that move if nobody says how many. With a link rows in memory are small, and there may be as
+# many pages as a long prompt has.
+DEFAULT_PAGES = 32
+DEFAULT_MODELLED_PAGES = 1024
 
 
 @dataclass(frozen=True)
@@ -24,13 +28,13 @@ class DemoOptions:
     Raises ``KVBurstError`` naming the command's option, the value and the bound.
     """
 
-    geometry: str = "mla-dsa-78"
-    pages: int = 32
+    geometry: str = "deepseek-v3"
+    pages: int = DEFAULT_PAGES
     device_pages: int = 0
     layout: Layout = "page_first_direct"
     one_allocation: bool = True
     groups: Groups = "ramp"
-    mode: Mode = "inline"
+    mode: Mode = "thread"
     link: LinkName | None = None
     forward: float = 3.0
     chunk_pages: int = 0

@@ -38,15 +38,16 @@ def progress(console: Console, total: int) -> Iterator[Tick]:
         yield tick
 
 
-def show(result: DemoResult, console: Console) -> None:
-    """Prints the table, why copies could not be grouped, the timeline and the verdict."""
+def show(result: DemoResult, console: Console, end: float | None = None) -> None:
+    """Prints the table, why copies could not be grouped, the timeline and the verdict. ``end``: of
+    the time scale, in milliseconds; None: of the run."""
     console.print(_heading(result))
     console.print()
     console.print(_table(result))
     for note in _notes(result):
         console.print(Text(note))
     console.print()
-    show_timeline(result, console)
+    show_timeline(result, console, result.timeline.end if end is None else end)
     console.print()
     show_verdict(result, console)
 
@@ -98,9 +99,9 @@ def _table(result: DemoResult) -> Table:
     row("copies issued", lambda transfer: f"{transfer.copies:,}")
     row("one per page and layer", lambda transfer: f"{transfer.one_per_page_and_layer:,}")
     row("times fewer", lambda transfer: f"{transfer.one_per_page_and_layer / transfer.copies:.1f}")
-    row(f"copies took{timed}", lambda transfer: f"{transfer.copying_ms:.2f} ms")
+    row(f"copies took{timed}", lambda transfer: f"{transfer.stats.copies_took_ms:.2f} ms")
     row(f"GB/s{timed}", lambda transfer: f"{transfer.gbps:.1f}")
-    row(f"caller time{timed}", lambda transfer: f"{transfer.caller_us:,.0f} us")
+    row(f"caller time{timed}", lambda transfer: f"{transfer.stats.caller_us:,.0f} us")
     table.add_row(f"forward waited{timed}", "", f"{result.stalls_ms:.2f} ms")
     table.add_row(f"overlap ratio{timed}", "", f"{result.overlap_ratio:.2f}")
     return table
@@ -163,7 +164,7 @@ def as_json(result: DemoResult) -> dict[str, Any]:
         "copies_one_per_page_and_layer": sum(
             transfer.one_per_page_and_layer for transfer in transfers
         ),
-        "caller_us": result.load.caller_us,
+        "caller_us": result.load.stats.caller_us,
         "gbps": result.load.gbps,
         "overlap_ratio": result.overlap_ratio,
         "stalls_ms": result.stalls_ms,
@@ -178,14 +179,22 @@ def as_json(result: DemoResult) -> dict[str, Any]:
 
 
 def _transfer_json(transfer: Transfer) -> dict[str, Any]:
+    stats = transfer.stats
     return {
         "copies_issued": transfer.copies,
         "copies_one_per_page_and_layer": transfer.one_per_page_and_layer,
         "calls": transfer.calls,
         "bytes": transfer.bytes,
         "bytes_moved": transfer.bytes_moved,
-        "caller_us": transfer.caller_us,
-        "copies_took_ms": transfer.copying_ms,
         "gbps": transfer.gbps,
         "fallbacks": transfer.fallbacks,
+        "stats": {
+            "caller_us": stats.caller_us,
+            "alloc_us": stats.alloc_us,
+            "queue_us": stats.queue_us,
+            "issue_us": stats.issue_us,
+            "copies_took_ms": stats.copies_took_ms,
+            "stalls_ms": stats.stalls_ms,
+            "overlap_ratio": stats.overlap_ratio,
+        },
     }

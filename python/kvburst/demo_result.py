@@ -5,6 +5,7 @@ from typing import Literal
 
 from kvburst.demo_options import DemoOptions
 from kvburst.geometries import Geometry
+from kvburst.stats import BurstStats
 
 Direction = Literal["backup", "load"]
 Place = Literal["snapshot", "device", "host"]
@@ -34,7 +35,8 @@ class Mismatch:
 @dataclass(frozen=True)
 class Transfer:
     """One burst. ``copies``, ``calls`` and ``bytes_moved`` are counted inside the device;
-    ``bytes`` are the geometry's, which is what a link model charges."""
+    ``bytes`` are the geometry's, which is what a link model charges; ``stats`` are the
+    controller's."""
 
     direction: Direction
     calls: int
@@ -42,14 +44,13 @@ class Transfer:
     one_per_page_and_layer: int
     bytes: int
     bytes_moved: int
-    caller_us: float
-    copying_ms: float
     fallbacks: dict[str, int]
+    stats: BurstStats
 
     @property
     def gbps(self) -> float:
         """10^9 bytes a second, from the first copy's start to the last one's end."""
-        return self.bytes / self.copying_ms / 1e6
+        return self.bytes / self.stats.copies_took_ms / 1e6
 
 
 @dataclass(frozen=True)
@@ -85,9 +86,10 @@ class Timeline:
 class DemoResult:
     """What one run did, how long it took, and whether every byte was right.
 
-    ``stalls_ms`` is the time that the forward's stream waited at its layers, ``forward_ms`` its
-    length with them. ``row_scale`` is how many times smaller the rows in memory are than the
-    geometry's. ``checked_bytes`` counts what was compared.
+    ``stalls_ms`` is the time that the forward stood at its layers, for their issue or for their
+    bytes, measured on its own stream; ``forward_ms`` its length with them. ``row_scale`` is how
+    many times smaller the rows in memory are than the geometry's. ``checked_bytes`` counts what was
+    compared.
     """
 
     options: DemoOptions
@@ -118,5 +120,5 @@ class DemoResult:
     def overlap_ratio(self) -> float:
         """The part of the copies' time that cost nobody anything: 1 - (caller + stalls) / copies,
         within 0 and 1."""
-        paid = self.load.caller_us / 1e3 + self.stalls_ms
-        return min(1.0, max(0.0, 1 - paid / self.load.copying_ms))
+        paid = self.load.stats.caller_us / 1e3 + self.stalls_ms
+        return min(1.0, max(0.0, 1 - paid / self.load.stats.copies_took_ms))

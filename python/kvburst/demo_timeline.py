@@ -53,10 +53,9 @@ def title(result: DemoResult) -> str:
     return f"{words}, link {options.link} (simulated)" if result.simulated else words
 
 
-def show_timeline(result: DemoResult, console: Console) -> None:
-    """Prints the bars to scale, as wide as the terminal."""
+def show_timeline(result: DemoResult, console: Console, end: float) -> None:
+    """Prints the bars, on a scale from 0 to ``end`` milliseconds as wide as the terminal."""
     width = max(MIN_BAR_WIDTH, min(console.width, MAX_WIDTH) - LABEL_WIDTH)
-    end = result.timeline.end
     console.print(Text(title(result), style="bold"))
     for name, bars in _lines(result.timeline).items():
         line = Text(name.ljust(LABEL_WIDTH))

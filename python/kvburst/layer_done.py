@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from kvburst._core import BurstEvent, HostDevice, LayerGate, Stream
+from kvburst._core import BurstEvent, DeviceError, HostDevice, LayerGate, Stream
 
 
 class ReachedEvent:
@@ -16,6 +16,9 @@ class ReachedEvent:
 
     def wait(self, stream: Stream | None = None) -> None:
         pass
+
+    def elapsed_time(self, end: "BurstEvent | ReachedEvent") -> float:
+        raise DeviceError("elapsed time: the burst's events have been handed on, ask its ack")
 
 
 @dataclass(frozen=True)
@@ -32,7 +35,9 @@ class LayerLoadingEvent:
         Blocks the calling thread only while the layer has not been issued. Raises BurstError if the
         burst failed. A layer that no pool stores is there at once.
         """
-        self._gate.wait(self.burst, layer_index, stream or self._device.current_stream())
+        self._gate.wait(
+            self.burst, layer_index, self._device.current_stream() if stream is None else stream
+        )
 
     @property
     def start_event(self) -> BurstEvent | ReachedEvent:
@@ -82,17 +87,26 @@ class LayerDoneCounter:
         return self._gate.num_slots
 
     def update_producer(self) -> int:
-        """The next load's id; blocks while the gate slot that it needs is still copying."""
+        """The next load's id; blocks while the gate slot that it needs is still copying.
+
+        Submitting the load is what uses it up: until then this is the same again.
+        """
         self._gate.wait_for_slot(self._next)
-        self.producer_index = self._next
-        self._next += 1
-        return self.producer_index
+        return self._next
+
+    def submitted(self, burst: int) -> None:
+        """Load `burst` is under way, and now the newest."""
+        self.producer_index = burst
+        self._next = burst + 1
 
     def set_consumer(self, index: int) -> None:
         self.consumer_index = index
 
     def wait_until(self, threshold: int) -> None:
-        """Order the current stream behind layer `threshold` of the consumed load, if any."""
+        """Order the current stream behind layer `threshold` of the consumed load, if any.
+
+        Blocks while the layer has not been issued; raises BurstError if the load failed.
+        """
         if self.consumer_index >= 0:
             self.events[self.consumer_index].wait(threshold)
 

@@ -34,6 +34,10 @@ class PageAllocator(_core.PageAllocator):
         out = torch.empty(min(max(slots, 0), self.size), dtype=torch.int64)
         return out if self.allocate(slots, out.data_ptr()) else None
 
+    def undo_alloc(self, indices: torch.Tensor) -> None:
+        """Undo the last `alloc`, of which nothing has come: the next one returns the same pages."""
+        self.take_back(indices.numel(), indices.data_ptr())
+
     def free(self, indices: torch.Tensor) -> None:
         """Take back whole pages, given by their slots in order; all of them or none.
 

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <cstddef>
 #include <memory>
 #include <span>
 #include <string_view>
@@ -29,6 +30,10 @@ class ForwardingDevice : public Device {
   double elapsed_ms(EventHandle start, EventHandle end) override {
     return device_->elapsed_ms(start, end);
   }
+  std::shared_ptr<std::byte[]> landing(std::size_t bytes) override {
+    return device_->landing(bytes);
+  }
+  void read(StreamHandle stream, const Copy& copy) override { device_->read(stream, copy); }
   void copy(StreamHandle stream, Direction direction, std::span<const Copy> copies) override {
     device_->copy(stream, direction, copies);
   }

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <array>
 #include <atomic>
+#include <chrono>
 #include <memory>
 #include <optional>
 #include <random>
@@ -58,7 +59,7 @@ TEST_CASE("forwards on several threads see their burst while slots rotate under 
           const auto* right = expected.data() + pools[0].device.position(page);
           if (!std::equal(seen.begin(), seen.end(), right)) ++wrong;
         }
-        gate->is_issued(id, 3);
+        gate->wait_issued(id, 3, std::chrono::milliseconds(0));
         if (const std::shared_ptr<Burst> burst = gate->find(id)) burst->done();
       }
     });

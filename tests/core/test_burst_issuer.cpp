@@ -137,8 +137,8 @@ TEST_CASE("pages go to the host and come back to other pages, bit-exact, in ever
   scene.saver.drain();
   CHECK(saved->done());
   CHECK(saved->state.load() == BurstState::issued);
-  CHECK(saved->copies_issued == scene.host->counters(Direction::backup).copies);
-  CHECK(saved->bytes_issued == saved->plan.count.bytes);
+  CHECK(saved->tally.copies == scene.host->counters(Direction::backup).copies);
+  CHECK(saved->tally.bytes == saved->plan.count.bytes);
   for (std::size_t p = 0; p < scene.pools.size(); ++p) CHECK(scene.pools[p].host.all() == hosts[p]);
 
   const std::vector<std::int64_t> to{15, 1, 2, 6, 12};
@@ -308,7 +308,7 @@ TEST_CASE("a failed copy fails its burst by name, and the next burst is served")
         std::string("the link is down")}) {
     CHECK_MESSAGE(failed->error.find(word) != std::string::npos, failed->error);
   }
-  CHECK(failed->copies_issued == scene.host->counters(Direction::load).copies);
+  CHECK(failed->tally.copies == scene.host->counters(Direction::load).copies);
   failed->synchronize();
   CHECK(failed->done());
   for (int layer = 0; layer < scene.gate->num_layers(); ++layer) {
@@ -364,7 +364,7 @@ TEST_CASE("a failed burst is done only when what it had issued has been copied")
   scene.device->failing_copy = 2;
   const std::shared_ptr<Burst> failed = scene.backup({1}, {1});
   CHECK(failed->state.load() == BurstState::failed);
-  CHECK(failed->copies_issued == 1);
+  CHECK(failed->tally.copies == 1);
   settle();
   CHECK(!failed->done());
   stall.release();

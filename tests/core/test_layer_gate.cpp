@@ -43,13 +43,12 @@ struct Scene {
   }
   void finish(Burst& burst) {
     device->record(burst.finish.handle(), transfer.handle());
-    burst.state.store(BurstState::issued, std::memory_order_release);
+    burst.settle(BurstState::issued, {}, {});
     gate.burst_settled();
   }
   void fail(Burst& burst, std::string why) {
-    burst.error = std::move(why);
     device->record(burst.finish.handle(), transfer.handle());
-    burst.state.store(BurstState::failed, std::memory_order_release);
+    burst.settle(BurstState::failed, std::move(why), {});
     gate.burst_settled();
   }
   std::shared_ptr<Burst> issue(std::int64_t id) {
@@ -111,8 +110,8 @@ TEST_CASE("a wait blocks the thread until the layer has been issued, by stream a
   Scene scene;
   const std::shared_ptr<Burst> burst = scene.begin(0);
   scene.issue_layer(*burst, 0);
-  CHECK(scene.gate.is_issued(0, 0));
-  CHECK(!scene.gate.is_issued(0, 1));
+  CHECK(scene.gate.wait_issued(0, 0, std::chrono::milliseconds(0)));
+  CHECK(!scene.gate.wait_issued(0, 1, std::chrono::milliseconds(0)));
   std::uint8_t by_stream = 99;
   std::uint8_t by_thread = 99;
   Blocking on_stream([&] {
@@ -178,7 +177,7 @@ TEST_CASE("the device is not asked to wait for a layer before that layer has bee
     Blocking waiter([&] { gate.wait(id, 0, forward.handle()); });
     for (const int layer : {0, 1, 3}) gate.layer_issued(*device->issued, layer, transfer.handle());
     device->record(device->issued->finish.handle(), transfer.handle());
-    device->issued->state.store(BurstState::issued, std::memory_order_release);
+    device->issued->settle(BurstState::issued, {}, {});
     gate.burst_settled();
     waiter.join();
   }
@@ -189,10 +188,11 @@ TEST_CASE("the device is not asked to wait for a layer before that layer has bee
 TEST_CASE("layers that no pool stores never hold anybody up") {
   Scene scene;
   const std::shared_ptr<Burst> burst = scene.begin(0);
-  CHECK(scene.gate.is_issued(0, 2));
+  CHECK(scene.gate.wait_issued(0, 2, std::chrono::milliseconds(0)));
   scene.gate.wait(0, 2, scene.forward.handle());
   scene.gate.wait(0, 2, std::nullopt);
-  for (const int layer : {0, 1, 3}) CHECK(!scene.gate.is_issued(0, layer));
+  for (const int layer : {0, 1, 3})
+    CHECK(!scene.gate.wait_issued(0, layer, std::chrono::milliseconds(0)));
   scene.finish(*burst);
 }
 
@@ -253,7 +253,7 @@ TEST_CASE("an id whose slot has moved on is complete and needs no wait") {
   // Burst 1 has the slot and has issued nothing.
   scene.gate.wait(0, 0, scene.forward.handle());
   scene.gate.wait(0, 0, std::nullopt);
-  CHECK(scene.gate.is_issued(0, 0));
+  CHECK(scene.gate.wait_issued(0, 0, std::chrono::milliseconds(0)));
   CHECK(scene.gate.is_done(0));
   CHECK(!scene.gate.find(0));
   CHECK(scene.device->query_stream(scene.forward.handle()));
@@ -269,7 +269,8 @@ TEST_CASE("ids that were never submitted and layers out of range are refused") {
   for (const std::int64_t id : {std::int64_t{-1}, std::int64_t{1}, std::int64_t{1} << 40}) {
     const std::string name = std::to_string(id) + " was never submitted";
     check_refused<BurstError>([&] { scene.gate.wait(id, 0, std::nullopt); }, {name, "newest is 0"});
-    check_refused<BurstError>([&] { scene.gate.is_issued(id, 0); }, {name});
+    check_refused<BurstError>([&] { scene.gate.wait_issued(id, 0, std::chrono::milliseconds(0)); },
+                              {name});
     check_refused<BurstError>([&] { scene.gate.is_done(id); }, {name});
     check_refused<BurstError>([&] { scene.gate.find(id); }, {name});
   }
@@ -277,7 +278,9 @@ TEST_CASE("ids that were never submitted and layers out of range are refused") {
     const std::string name = "layer: " + std::to_string(layer);
     check_refused<LayoutError>([&] { scene.gate.wait(0, layer, std::nullopt); },
                                {name, "4 layers"});
-    check_refused<LayoutError>([&] { scene.gate.is_issued(0, layer); }, {name, "4 layers"});
+    check_refused<LayoutError>(
+        [&] { scene.gate.wait_issued(0, layer, std::chrono::milliseconds(0)); },
+        {name, "4 layers"});
   }
 }
 
@@ -300,7 +303,7 @@ TEST_CASE("a failed burst is thrown at those who wait for it, then and later") {
   check_refused<BurstError>([&] { scene.gate.wait(0, 0, std::nullopt); }, {"failed in its middle"});
   check_refused<BurstError>([&] { scene.gate.wait(0, 2, std::nullopt); }, {"failed in its middle"});
   check_refused<BurstError>([&] { scene.gate.is_done(0); }, {"failed in its middle"});
-  CHECK(scene.gate.is_issued(0, 1));
+  CHECK(scene.gate.wait_issued(0, 1, std::chrono::milliseconds(0)));
 
   // Its slot goes to the next burst once what it had issued is done.
   scene.device->synchronize();

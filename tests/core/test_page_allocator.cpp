@@ -195,7 +195,7 @@ TEST_CASE("a refused hold holds none of its pages") {
   scene.take(2);
   check_refused<PageError>([&] { scene.hold({0, 1, 2}); }, {"page 2", "not allocated"});
   check_refused<PageError>([&] { scene.hold({0, 8}); }, {"page 8"});
-  check_refused<PageError>([&] { scene.hold({0, -1}); }, {"page -1"});
+  check_refused<PageError>([&] { scene.hold({0, -2}); }, {"page -2"});
   scene.free({0, 1});
   CHECK(scene.allocator.available_pages() == 8);
 }

@@ -102,7 +102,7 @@ TEST_CASE("layer ids increase strictly from 0") {
   }
   SUBCASE("one that leaves no room for the number of layers") {
     parts.layer_ids = {0, 1, std::numeric_limits<int>::max()};
-    parts.refused({std::to_string(std::numeric_limits<int>::max()), "too large"});
+    parts.refused({std::to_string(std::numeric_limits<int>::max()), "at most 65535"});
   }
 }
 
@@ -212,7 +212,7 @@ TEST_CASE("host rows are used once and counted from 0") {
   SUBCASE("too large to be counted") {
     const std::int64_t most = std::numeric_limits<std::int64_t>::max();
     parts.host.rows = {0, 1, most};
-    parts.refused({std::to_string(most), "too large"});
+    parts.refused({std::to_string(most), "at most 65535"});
   }
 }
 
