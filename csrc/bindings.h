@@ -7,7 +7,9 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <type_traits>
 #include <utility>
+#include <variant>
 #include <vector>
 
 #include "core/burst_pages.h"
@@ -20,6 +22,28 @@
 namespace kvburst::bindings {
 
 namespace py = pybind11;
+
+/// Runs `call`, which may block, without the GIL. A thread that comes back to an interpreter that
+/// is gone meanwhile ends there and then, by unwinding: which a destructor does not survive, so
+/// this is not `gil_scoped_release`.
+template <class Call>
+auto without_gil(Call&& call) -> decltype(call()) {
+  using Result = decltype(call());
+  std::conditional_t<std::is_void_v<Result>, std::monostate, std::optional<Result>> result;
+  PyThreadState* const state = PyEval_SaveThread();
+  try {
+    if constexpr (std::is_void_v<Result>) {
+      call();
+    } else {
+      result = call();
+    }
+  } catch (...) {
+    PyEval_RestoreThread(state);
+    throw;
+  }
+  PyEval_RestoreThread(state);
+  if constexpr (!std::is_void_v<Result>) return *std::move(result);
+}
 
 /// A shared object whose destruction may wait for a device, which must not happen under the GIL:
 /// what it waits for may itself need a Python thread to go on. One such object may own another, so
