@@ -13,7 +13,6 @@ the plan, and every call on the device.
 """
 
 import time
-from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Literal
 
@@ -34,117 +33,23 @@ from harness import (
     whole_number,
     whole_numbers,
 )
+from peers_way import PAGE_SIZE, Indices, Pattern, PeersWay, Pool, like_the_peers, pools_of
 
 from kvburst import CopyLimits, KVBurstError, PlanOptions
-from kvburst._core import (
-    BurstIssuer,
-    BurstPages,
-    DeviceTier,
-    HostTier,
-    LayerGate,
-    NullDevice,
-    PoolLayout,
-)
+from kvburst._core import BurstIssuer, BurstPages, LayerGate, NullDevice
 from kvburst._indices import index_view
-from kvburst.geometries import geometry
 
-Pattern = Literal["scattered", "contiguous"]
 Groups = Literal["none", "neighbours", "ramp"]
 Direction = Literal["load", "backup"]
 
 BENCHMARK = "plan_cost"
 PATTERNS: tuple[Pattern, ...] = ("scattered", "contiguous")
 GROUPS: tuple[Groups, ...] = ("none", "neighbours", "ramp")
-# fp8 MLA and index-K, both in every layer; the geometry's layer count is an option here.
-POOLS = {pool.name: pool for pool in geometry("mla-dsa-78-full").pools}
-PAGE_SIZE = geometry("mla-dsa-78-full").page_size
 UNIT = "ns per page and layer"
 
 # The budget: the product's groups, 1,024 scattered pages.
 BUDGET_PAGES = 1024
 BUDGET_NS = 5.0
-# What a copy costs the peer's way; outside of it the baseline would not be the peer's.
-PEER_NS = (20.0, 80.0)
-
-
-@dataclass(frozen=True)
-class Pool:
-    """Where the layers of a pool would be, one allocation on the device, page-first on the host.
-    No such memory exists: planning reads no byte of it."""
-
-    name: str
-    layers: int
-    pages: int
-    page_bytes: int
-    device: int
-    host: int
-
-    @property
-    def size(self) -> int:
-        """Bytes of either tier."""
-        return self.layers * self.pages * self.page_bytes
-
-    def layout(self) -> PoolLayout:
-        layer_bytes = self.pages * self.page_bytes
-        return PoolLayout(
-            name=self.name,
-            layer_ids=range(self.layers),
-            device=DeviceTier(
-                layers=[self.device + layer * layer_bytes for layer in range(self.layers)],
-                pages=self.pages,
-                page_bytes=self.page_bytes,
-                allocations=[(self.device, self.size)],
-            ),
-            host=HostTier(
-                address=self.host,
-                size=self.size,
-                pages=self.pages,
-                page_bytes=self.page_bytes,
-                page_stride=self.layers * self.page_bytes,
-                layer_stride=self.page_bytes,
-                rows=range(self.layers),
-            ),
-        )
-
-
-def pools_of(layers: int, pages: int) -> tuple[Pool, ...]:
-    """The pools of the geometry with ``layers`` layers, at addresses that do not overlap."""
-    pools = []
-    free = 1 << 40
-    for spec in POOLS.values():
-        size = layers * pages * spec.page_bytes(PAGE_SIZE)
-        pools.append(
-            Pool(
-                name=spec.name,
-                layers=layers,
-                pages=pages,
-                page_bytes=spec.page_bytes(PAGE_SIZE),
-                device=free,
-                host=free + size,
-            )
-        )
-        free += 2 * size
-    return tuple(pools)
-
-
-@dataclass(frozen=True)
-class Indices:
-    """Token slots of the pages of one burst on both tiers, as a scheduler holds them."""
-
-    device: torch.Tensor
-    host: torch.Tensor
-
-    @classmethod
-    def of(cls, pages: int, available: int, pattern: Pattern, random: torch.Generator) -> "Indices":
-        def slots() -> torch.Tensor:
-            chosen = (
-                torch.arange(pages)
-                if pattern == "contiguous"
-                else torch.randperm(available, generator=random)[:pages]
-            )
-            return (chosen[:, None] * PAGE_SIZE + torch.arange(PAGE_SIZE)).flatten()
-
-        return cls(slots(), slots())
 
 
 class Ours:
@@ -181,40 +86,6 @@ class Ours:
     def native(self, rounds: int) -> list[float]:
         """Of the last ``rounds`` bursts what the core itself took."""
         return self._native[-rounds:]
-
-
-class PeersWay:
-    """Three arrays for every layer and pool, from Python."""
-
-    def __init__(self, pools: tuple[Pool, ...], direction: Direction) -> None:
-        self._pools = pools
-        self._to_device = direction == "load"
-        self._handed_over = 0
-
-    def issue(self, indices: Indices) -> float:
-        """Nanoseconds of the calling thread for each page and layer."""
-        self._handed_over = 0
-        begin = time.perf_counter_ns()
-        for layer in range(self._pools[0].layers):
-            for pool in self._pools:
-                layer_bytes = pool.pages * pool.page_bytes
-                device_pages = indices.device[::PAGE_SIZE] // PAGE_SIZE
-                host_pages = indices.host[::PAGE_SIZE] // PAGE_SIZE
-                device = device_pages * pool.page_bytes + (pool.device + layer * layer_bytes)
-                page_stride = pool.layers * pool.page_bytes
-                host = host_pages * page_stride + (pool.host + layer * pool.page_bytes)
-                sizes = torch.full_like(device, pool.page_bytes)
-                if self._to_device:
-                    self._hand_over(device, host, sizes)
-                else:
-                    self._hand_over(host, device, sizes)
-        nanoseconds = time.perf_counter_ns() - begin
-        return nanoseconds / self._handed_over
-
-    def _hand_over(self, dst: torch.Tensor, src: torch.Tensor, sizes: torch.Tensor) -> None:
-        """Where a driver would be called."""
-        if dst.data_ptr() and src.data_ptr() and sizes.data_ptr():
-            self._handed_over += sizes.numel()
 
 
 app = new_app("What planning and issuing a burst costs, for each page and layer it covers.")
@@ -270,7 +141,7 @@ def plan_cost(
             peers_way = PeersWay(pools, direction)
             samples = take_turns(
                 {
-                    "peer's way": partial(peers_way.issue, indices),
+                    "peer's way": partial(peers_way.ns_per_copy, indices),
                     "ours": partial(ours.issue, indices),
                 },
                 rounds,
@@ -316,12 +187,7 @@ def _notes(rows: list[Row]) -> list[str]:
             f" {row.median:.2f}, at most {BUDGET_NS:g} is asked for"
         )
         if row.baseline_median is not None:
-            least, most = PEER_NS
-            like = "as" if least <= row.baseline_median <= most else "unlike"
-            notes.append(
-                f"baseline: {row.baseline_median:.1f} ns a copy, {like} the peer's"
-                f" {least:g} to {most:g}"
-            )
+            notes.append(like_the_peers(row.baseline_median))
     return notes
 
 

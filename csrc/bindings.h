@@ -2,7 +2,6 @@
 
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <cstdint>
@@ -11,7 +10,9 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <type_traits>
 #include <utility>
+#include <variant>
 #include <vector>
 
 #include "core/burst_pages.h"
@@ -25,32 +26,27 @@ namespace kvburst::bindings {
 
 namespace py = pybind11;
 
-/// Lets go of the GIL while a call blocks. Unlike pybind11's own, it copes with an interpreter that
-/// is going away: a thread that would take the GIL back then is ended by Python in mid-air, which
-/// C++ answers by aborting the process, so it is parked instead, as newer Pythons do; and a
-/// destructor that runs in the end itself does not let go at all.
-class Unlocked {
- public:
-  Unlocked() : state_(finalizing() ? nullptr : PyEval_SaveThread()) {}
-  Unlocked(const Unlocked&) = delete;
-  Unlocked& operator=(const Unlocked&) = delete;
-  ~Unlocked() {
-    if (!state_) return;
-    while (finalizing()) pause();
-    PyEval_RestoreThread(state_);
+/// Runs `call`, which may block, without the GIL. A thread that comes back to an interpreter that
+/// is gone meanwhile ends there and then, by unwinding: which a destructor does not survive, so
+/// this is not `gil_scoped_release`.
+template <class Call>
+auto without_gil(Call&& call) -> decltype(call()) {
+  using Result = decltype(call());
+  std::conditional_t<std::is_void_v<Result>, std::monostate, std::optional<Result>> result;
+  PyThreadState* const state = PyEval_SaveThread();
+  try {
+    if constexpr (std::is_void_v<Result>) {
+      call();
+    } else {
+      result = call();
+    }
+  } catch (...) {
+    PyEval_RestoreThread(state);
+    throw;
   }
-
- private:
-  static bool finalizing() {
-#if PY_VERSION_HEX >= 0x030D0000
-    return Py_IsFinalizing() != 0;
-#else
-    return _Py_IsFinalizing() != 0;
-#endif
-  }
-
-  PyThreadState* state_;
-};
+  PyEval_RestoreThread(state);
+  if constexpr (!std::is_void_v<Result>) return *std::move(result);
+}
 
 /// A shared object whose destruction may wait for a device, which must not happen under the GIL:
 /// what it waits for may itself need a Python thread to go on. One such object may own another, so
@@ -58,9 +54,9 @@ class Unlocked {
 template <class T, class... Args>
 std::shared_ptr<T> make_waiting(Args&&... args) {
   return {new T(std::forward<Args>(args)...), [](T* object) {
-            std::optional<Unlocked> unlocked;
-            if (PyGILState_Check()) unlocked.emplace();
+            PyThreadState* const state = PyGILState_Check() ? PyEval_SaveThread() : nullptr;
             delete object;
+            if (state) PyEval_RestoreThread(state);
           }};
 }
 

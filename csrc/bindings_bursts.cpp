@@ -34,10 +34,7 @@ void wait_issued(LayerGate& gate, std::int64_t burst, int layer) {
   constexpr std::chrono::seconds kLookUp{1};
   constexpr int kLookUpsALine = 30;
   for (int seconds = 1;; ++seconds) {
-    {
-      const Unlocked unlocked;
-      if (gate.wait_issued(burst, layer, kLookUp)) return;
-    }
+    if (without_gil([&] { return gate.wait_issued(burst, layer, kLookUp); })) return;
     if (PyErr_CheckSignals() != 0) throw py::error_already_set();
     if (seconds % kLookUpsALine == 0) {
       py::module_::import("logging").attr("getLogger")("kvburst").attr("warning")(
@@ -62,16 +59,17 @@ and its copies are done, or it has failed and those that had been issued are don
       .def(
           "synchronize",
           [](const BurstEvent& self) {
-            self.burst->state.wait(BurstState::queued);
-            self.burst->device().synchronize(self.handle());
+            without_gil([&] {
+              self.burst->state.wait(BurstState::queued);
+              self.burst->device().synchronize(self.handle());
+            });
           },
-          py::call_guard<Unlocked>(), "Blocks this thread until it is reached.")
+          "Blocks this thread until it is reached.")
       .def(
           "wait",
           [](const BurstEvent& self, const BoundStream* stream) {
             if (!self.burst->settled()) {
-              const Unlocked unlocked;
-              self.burst->state.wait(BurstState::queued);
+              without_gil([&] { self.burst->state.wait(BurstState::queued); });
             }
             Device& device = self.burst->device();
             device.wait(handle_or_current(stream, device), self.handle());
@@ -165,8 +163,7 @@ void bind_bursts(py::module_& module) {
             if (stream) {
               self.wait(burst, layer, handle_on(*stream, self.device()));
             } else {
-              const Unlocked unlocked;
-              self.wait(burst, layer, std::nullopt);
+              without_gil([&] { self.wait(burst, layer, std::nullopt); });
             }
           },
           py::arg("burst"), py::arg("layer"), py::arg("stream") = nullptr,
@@ -174,8 +171,13 @@ void bind_bursts(py::module_& module) {
 
 Without a stream blocks this thread until the bytes are there. Raises BurstError if the burst failed
 or was never submitted.)")
-      .def("wait_for_slot", &LayerGate::wait_for_slot, py::arg("burst"), py::call_guard<Unlocked>(),
-           "Blocks this thread until the gate slot that `burst` will have is free.")
+      .def(
+          "wait_for_slot",
+          [](LayerGate& self, std::int64_t burst) {
+            without_gil([&] { self.wait_for_slot(burst); });
+          },
+          py::arg("burst"),
+          "Blocks this thread until the gate slot that `burst` will have is free.")
       .def("find", &LayerGate::find, py::arg("burst"),
            "The burst's record; None once its slot has moved on, and the burst is complete.")
       .def("stalls_ms", &LayerGate::stalls_ms, py::arg("burst"),
@@ -216,11 +218,12 @@ if they are stuck.)")
             const StreamHandle producer = handle_on(stream, self.device());
             std::optional<StreamHandle> fence_handle;
             if (fence) fence_handle = handle_on(*fence, self.device());
+            const auto submit = [&] {
+              return self.submit(pages.pages, node_ids, producer, fence_handle);
+            };
             // A hand-over is too short to let go of the GIL for: another thread would take it, and
             // keep it for its whole turn.
-            std::optional<Unlocked> unlocked;
-            if (!self.only_hands_over()) unlocked.emplace();
-            return self.submit(pages.pages, node_ids, producer, fence_handle);
+            return self.only_hands_over() ? submit() : without_gil(submit);
           },
           py::arg("pages"), py::arg("node_ids"), py::kw_only(), py::arg("stream"),
           py::arg("fence") = nullptr,
@@ -229,15 +232,17 @@ if they are stuck.)")
 None if there are no pages; `pages` is empty afterwards. Blocks while the gate slot it needs is
 still copying. A device that fails does not raise: the burst carries the error, and its waiters
 raise. Raises BurstError after a stop that timed out, and in a forked child.)")
-      .def("drain", &BurstIssuer::drain, py::call_guard<Unlocked>(),
-           "Blocks until everything submitted so far is issued and copied.")
+      .def(
+          "drain", [](BurstIssuer& self) { without_gil([&] { self.drain(); }); },
+          "Blocks until everything submitted so far is issued and copied.")
       .def(
           "stop",
           [](BurstIssuer& self, double timeout) {
             // What is longer than a day, infinity included, is a day.
             const std::chrono::duration<double> seconds(std::clamp(timeout, 0.0, 86'400.0));
-            const Unlocked unlocked;
-            return self.stop(std::chrono::duration_cast<std::chrono::milliseconds>(seconds));
+            return without_gil([&] {
+              return self.stop(std::chrono::duration_cast<std::chrono::milliseconds>(seconds));
+            });
           },
           py::arg("timeout"),
           R"(Ends the thread once its queue is empty; later bursts are issued on the caller.

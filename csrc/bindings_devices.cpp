@@ -101,8 +101,11 @@ void bind_streams(py::module_& module, py::class_<BoundEvent>& event,
           "query", [](const BoundEvent& self) { return self.device->query(self.handle()); },
           "True if the event has been reached, or was never recorded.")
       .def(
-          "synchronize", [](const BoundEvent& self) { self.device->synchronize(self.handle()); },
-          py::call_guard<Unlocked>(), "Blocks this thread until it is reached.")
+          "synchronize",
+          [](const BoundEvent& self) {
+            without_gil([&] { self.device->synchronize(self.handle()); });
+          },
+          "Blocks this thread until it is reached.")
       .def(
           "elapsed_time",
           [](const BoundEvent& self, const BoundEvent& end) {
@@ -140,8 +143,10 @@ void bind_streams(py::module_& module, py::class_<BoundEvent>& event,
           "True if all work on the stream is done.")
       .def(
           "synchronize",
-          [](const BoundStream& self) { self.device->synchronize_stream(self.handle); },
-          py::call_guard<Unlocked>(), "Blocks this thread until all work on the stream is done.")
+          [](const BoundStream& self) {
+            without_gil([&] { self.device->synchronize_stream(self.handle); });
+          },
+          "Blocks this thread until all work on the stream is done.")
       .def(
           "__enter__",
           [](const py::object& self) {
@@ -233,7 +238,7 @@ Counted nowhere and slowed by no link. The memory must stay until it is done.)")
           py::arg("stream"), py::keep_alive<0, 1>(), py::keep_alive<0, 2>(),
           "Holds the stream at this point until the returned stall is released, or forgotten.")
       .def(
-          "synchronize", [](HostDevice& self) { self.synchronize(); }, py::call_guard<Unlocked>(),
+          "synchronize", [](HostDevice& self) { without_gil([&] { self.synchronize(); }); },
           "Blocks this thread until all streams are done.")
       .def("fail_copy_call", &HostDevice::fail_copy_call, py::arg("nth"),
            "Makes the `nth` call that copies between the tiers, from now on, fail. For tests.")

@@ -1,6 +1,7 @@
 """A burst that fails: who is told, what is counted, and that the next one is served."""
 
 import logging
+import re
 from collections.abc import Callable
 
 import pytest
@@ -68,8 +69,7 @@ def test_failed_load_names_itself_in_its_ack_and_to_every_waiter(
     assert ack.num_tokens == 0
     assert ack.num_burst_tokens == 2 * PAGE
     assert ack.node_ids == [41, 42]
-    # What had been issued did move.
-    assert ack.burst.num_copies == 2 * (nth - 1)
+    assert ack.burst.num_copies == nth - 1  # what had been issued did move
 
     assert rig.controller.poll() == [ack]
     assert rig.controller.poll() == []
@@ -215,10 +215,7 @@ def test_late_indices_that_turn_out_bad_fail_their_burst_before_anything_moves(
     rig.settle()
     (ack,) = rig.controller.poll()
     assert ack.error is not None
-    with pytest.raises(
-        BurstError, match=rf"backup 0 failed in its start, node_ids \[9\]: {message}"
-    ):
-        raise BurstError(ack.error)
+    assert re.match(rf"backup 0 failed in its start, node_ids \[9\]: {message}", ack.error)
     assert rig.device.counters("backup").copies == 0
     pages = rig.take()
     rig.write_device(pages, 0x5C)

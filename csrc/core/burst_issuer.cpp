@@ -75,8 +75,9 @@ BurstIssuer::BurstIssuer(std::shared_ptr<Device> device, std::vector<PoolLayout>
 
 BurstIssuer::~BurstIssuer() {
   if (process_ != getpid()) {
-    // Threads are the parent's. Nothing of them is here, so there is nothing to wait for.
-    if (thread_.joinable()) thread_.detach();
+    // Threads are the parent's. There is nothing to wait for, nor even to detach: their stacks may
+    // be those of other threads by now.
+    new std::thread(std::move(thread_));
     leave_body_behind();
     return;
   }
