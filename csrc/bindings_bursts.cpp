@@ -131,6 +131,9 @@ May be read from any thread.)")
           "queue_us", [](const Burst& self) { return outcome(self).queue_us; },
           "Microseconds from submission until the issuer took it up.")
       .def_property_readonly(
+          "first_copy_us", [](const Burst& self) { return outcome(self).first_copy_us; },
+          "Microseconds from submission until its first copy was handed to the device.")
+      .def_property_readonly(
           "issue_us", [](const Burst& self) { return outcome(self).issue_us; },
           "Microseconds from there until its last copy was issued.")
       .def_property_readonly(
@@ -159,9 +162,14 @@ void bind_bursts(py::module_& module) {
       .def(
           "wait",
           [](LayerGate& self, std::int64_t burst, int layer, const BoundStream* stream) {
-            if (!self.wait_issued(burst, layer, {})) wait_issued(self, burst, layer);
-            if (stream) {
-              self.wait(burst, layer, handle_on(*stream, self.device()));
+            std::optional<StreamHandle> handle;
+            if (stream) handle = handle_on(*stream, self.device());
+            if (!self.wait_issued(burst, layer, {})) {
+              if (handle) self.arrive(burst, layer, *handle);
+              wait_issued(self, burst, layer);
+            }
+            if (handle) {
+              self.wait(burst, layer, handle);
             } else {
               without_gil([&] { self.wait(burst, layer, std::nullopt); });
             }

@@ -70,6 +70,7 @@ class Tiers:
 
     def settle(self) -> None:
         """Wait for the device and retire every ack, none of which may have failed."""
+        self.controller.drain()
         self.device.synchronize()
         assert [ack.error for ack in self.controller.poll() if ack.error] == []
         assert not self.controller.has_inflight_device_transfers()

@@ -30,6 +30,8 @@ struct IssueTally {
   /// Microseconds from submission until the issuer took the burst up, and from there until its last
   /// copy was issued.
   double queue_us = 0;
+  /// Microseconds from submission until the first copy was handed to the device.
+  double first_copy_us = 0;
   double issue_us = 0;
 };
 

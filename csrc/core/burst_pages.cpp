@@ -8,6 +8,13 @@
 #include "core/format.h"
 
 namespace kvburst {
+namespace {
+
+/// Pages whose indices are fetched while those before them are read.
+constexpr std::int64_t kPagesAhead = 16;
+
+}  // namespace
+
 BurstPages::BurstPages(std::span<const PoolLayout> layouts, Direction direction,
                        std::int64_t page_size, IndexCheck check)
     : direction_(direction), page_size_(page_size), check_(check) {
@@ -85,7 +92,14 @@ void BurstPages::append_to(std::size_t list, const IndexView& device, const Inde
       seen.size() < pages) {
     seen.resize(pages, 0);
   }
+  const std::int64_t ahead = kPagesAhead * page_size_;
+  for (std::int64_t first = 0; first < std::min(ahead, device.count); first += page_size_) {
+    device.prefetch(first);
+    host.prefetch(first);
+  }
   for (std::int64_t first = 0; first < device.count; first += page_size_) {
+    device.prefetch(first + ahead);
+    host.prefetch(first + ahead);
     const PagePair pair{page_at(device, first, page_size_, bounds.device, check_),
                         page_at(host, first, page_size_, bounds.host, check_)};
     const std::int64_t destination = to_device ? pair.device : pair.host;

@@ -16,8 +16,8 @@ void check_shape(const IndexView& view, std::int64_t page_size) {
   }
 }
 
-std::int64_t page_at(const IndexView& view, std::int64_t first, std::int64_t page_size,
-                     std::int64_t pages, IndexCheck check) {
+void check_page(const IndexView& view, std::int64_t first, std::int64_t page_size,
+                std::int64_t pages, IndexCheck check) {
   const std::int64_t slot = view[first];
   const std::int64_t page = slot / page_size;
   if (slot < 0 || page >= pages) {
@@ -37,7 +37,6 @@ std::int64_t page_at(const IndexView& view, std::int64_t first, std::int64_t pag
       }
     }
   }
-  return page;
 }
 
 }  // namespace kvburst

@@ -25,6 +25,12 @@ struct IndexView {
     if (itemsize == 4) return static_cast<const std::int32_t*>(data)[i * stride];
     return static_cast<const std::int64_t*>(data)[i * stride];
   }
+
+  /// Asks for the memory of element `i`, if there is one. One slot a page is read, so every read is
+  /// another cache line, and a tensor that was kept since an earlier step is in no cache.
+  void prefetch(std::int64_t i) const {
+    if (i < count) __builtin_prefetch(static_cast<const char*>(data) + i * stride * itemsize);
+  }
 };
 
 /// How much of an index tensor is read when it is checked.
@@ -36,10 +42,21 @@ enum class IndexCheck : std::uint8_t {
 /// Throws PageError unless the view holds whole pages of 4- or 8-byte integers.
 void check_shape(const IndexView& view, std::int64_t page_size);
 
-/// The page whose slots begin at position `first`. Throws PageError, naming position and slot, if
-/// they do not begin a page of a tier of `pages` pages or, where every slot is checked, do not
-/// follow each other.
-std::int64_t page_at(const IndexView& view, std::int64_t first, std::int64_t page_size,
-                     std::int64_t pages, IndexCheck check);
+/// Throws PageError, naming position and slot, unless the slots from position `first` on begin a
+/// page of a tier of `pages` pages and, where every slot is checked, follow each other.
+void check_page(const IndexView& view, std::int64_t first, std::int64_t page_size,
+                std::int64_t pages, IndexCheck check);
+
+/// The page whose slots begin at position `first`. Throws PageError as `check_page` does.
+inline std::int64_t page_at(const IndexView& view, std::int64_t first, std::int64_t page_size,
+                            std::int64_t pages, IndexCheck check) {
+  const std::int64_t slot = view[first];
+  const std::int64_t page = slot / page_size;
+  const bool starts_page = slot >= 0 && page < pages && slot == page * page_size;
+  if (!starts_page || check != IndexCheck::pages) {
+    check_page(view, first, page_size, pages, check);
+  }
+  return page;
+}
 
 }  // namespace kvburst

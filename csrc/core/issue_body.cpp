@@ -105,6 +105,9 @@ void IssueBody::issue(Burst& burst) {
 
 void IssueBody::issue_group(Burst& burst, std::size_t group, IssueTally& tally) {
   const auto sink = [&](std::span<const Copy> copies) {
+    if (tally.copies == 0) {
+      tally.first_copy_us = microseconds(std::chrono::steady_clock::now() - burst.submitted);
+    }
     device_->copy(stream_.handle(), burst.direction, copies);
     tally.copies += static_cast<std::int64_t>(copies.size());
     for (const Copy& copy : copies) tally.bytes += static_cast<std::int64_t>(copy.bytes());

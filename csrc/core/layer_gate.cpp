@@ -125,6 +125,7 @@ void LayerGate::wait(std::int64_t burst, int layer, std::optional<StreamHandle> 
   const std::shared_ptr<Burst> record = find(burst);
   if (!record) return throw_if_failed(burst);
   if (!ready(*record, layer)) {
+    if (stream) arrive(burst, layer, *stream);
     std::unique_lock lock(waiters_);
     issued_.wait(lock, [&] { return ready(*record, layer); });
   }
@@ -152,6 +153,11 @@ void LayerGate::throw_if_failed(std::int64_t gone) {
   const std::lock_guard lock(rotation_);
   const auto failure = failures_.find(gone);
   if (failure != failures_.end()) throw BurstError(failure->second);
+}
+
+void LayerGate::arrive(std::int64_t burst, int layer, StreamHandle stream) {
+  const std::lock_guard lock(rotation_);
+  if (const std::shared_ptr<Burst> record = current(burst)) note_arrival(*record, layer, stream);
 }
 
 void LayerGate::note_arrival(Burst& burst, int layer, StreamHandle stream) {

@@ -67,6 +67,9 @@ class LayerGate {
   /// Blocks the thread until `wait` would not block it on the issuer, for `timeout` at most, and
   /// returns whether that is so.
   bool wait_issued(std::int64_t burst, int layer, std::chrono::milliseconds timeout);
+  /// Says that `stream` has come to the layer, for `stalls_ms`, where the thread that launches on
+  /// it is about to block in `wait_issued`: the stream stands from now on. `wait` says it itself.
+  void arrive(std::int64_t burst, int layer, StreamHandle stream);
   /// Orders `stream` behind the layer, every pool's part of it; without a stream blocks the thread
   /// until the bytes are there (and, if the slot moves on meanwhile, perhaps a little longer).
   /// Blocks first for as long as the layer has not been issued.

@@ -224,6 +224,16 @@ void HostDevice::copy(StreamHandle handle, Direction direction, std::span<const 
   counts.bytes += bytes;
 }
 
+/// Asleep for most of it, so that a machine with few cores has them for the streams; awake for the
+/// rest, to be on time.
+void HostDevice::hold_until(Time end) {
+  constexpr Time kWakingUp = 100'000;
+  std::this_thread::sleep_until(
+      std::chrono::steady_clock::time_point(std::chrono::nanoseconds(end - kWakingUp)));
+  while (now() < end) {
+  }
+}
+
 /// Holds the caller for what the copies cost, as a driver does, a few at a time so that the first
 /// of them run while the last are being issued.
 void HostDevice::issue_modelled(HostStream& stream, Link& link, std::span<const Copy> copies) {
@@ -242,8 +252,7 @@ void HostDevice::issue_modelled(HostStream& stream, Link& link, std::span<const 
       cost_us += copy.height > 1 ? link_->tall_issue_us : link_->issue_us;
     }
     const Time end = begin + static_cast<Time>(1000 * cost_us);
-    while (now() < end) {
-    }
+    hold_until(end);
   }
 }
 

@@ -100,6 +100,7 @@ class HostDevice final : public Device {
   std::shared_ptr<HostEvent> find_event(EventHandle event) const;
   void check(const Copy& copy) const;
   void enqueue(StreamHandle stream, const Copy& copy);
+  static void hold_until(Time end);
   void issue_modelled(HostStream& stream, Link& link, std::span<const Copy> copies);
 
   const std::optional<LinkModel> link_;

@@ -192,6 +192,7 @@ def _transfer_json(transfer: Transfer) -> dict[str, Any]:
             "caller_us": stats.caller_us,
             "alloc_us": stats.alloc_us,
             "queue_us": stats.queue_us,
+            "first_copy_us": stats.first_copy_us,
             "issue_us": stats.issue_us,
             "copies_took_ms": stats.copies_took_ms,
             "stalls_ms": stats.stalls_ms,

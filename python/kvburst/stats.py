@@ -28,6 +28,8 @@ class BurstStats:
     """Microseconds that the allocators took on it beside that."""
     queue_us: float
     """Microseconds from submission until the issuer took the burst up."""
+    first_copy_us: float
+    """Microseconds from submission until its first copy was handed to the device."""
     issue_us: float
     """Microseconds from there until its last copy was issued."""
     copies_took_ms: float
@@ -96,6 +98,7 @@ class BurstRecorder:
                 caller_us=ack.caller_us,
                 alloc_us=ack.alloc_us,
                 queue_us=burst.queue_us,
+                first_copy_us=burst.first_copy_us,
                 issue_us=burst.issue_us,
                 copies_took_ms=burst.start_event.elapsed_time(burst.finish_event),
                 stalls_ms=None if self._gate is None else self._gate.stalls_ms(burst.id),

@@ -212,7 +212,7 @@ TEST_CASE("host rows are used once and counted from 0") {
   SUBCASE("too large to be counted") {
     const std::int64_t most = std::numeric_limits<std::int64_t>::max();
     parts.host.rows = {0, 1, most};
-    parts.refused({std::to_string(most), "at most 65535"});
+    parts.refused({std::to_string(most), "too large"});
   }
 }
 
