@@ -14,8 +14,9 @@ class StreamIndices:
     """Indices that the current stream is still to write: they are read behind it, and not now.
 
     Tensors on a GPU are always taken so. What is wrong with their values shows when they are read,
-    and fails the burst. The tensor is kept until the burst's ack is retired; the pages it names are
-    the caller's to keep until then.
+    and fails the burst. The tensor is kept until the burst's ack is retired, and must not be
+    written to until then, not even by the stream; the pages it names are the caller's to keep as
+    long.
     """
 
     indices: torch.Tensor
