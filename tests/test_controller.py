@@ -12,6 +12,7 @@ import torch
 from kvburst import (
     BurstController,
     BurstError,
+    DeviceError,
     DevicePool,
     HostDevice,
     HostPool,
@@ -20,6 +21,7 @@ from kvburst import (
     PageError,
     Pool,
     PoolTransfer,
+    StreamIndices,
 )
 
 PAGE = 4
@@ -417,6 +419,73 @@ def test_unknown_or_first_pool_cannot_bring_its_own_pages(rig: Rig) -> None:
     for name, message in (("v", "pool: 'v' is none of the pools"), ("kv", "pool 0 cannot have")):
         with pytest.raises(PageError, match=message):
             rig.controller.load(host, extra_pools=[PoolTransfer(name, host, page_slots(7))])
+
+
+def test_refused_call_leaves_the_order_of_free_pages_as_it_was(rig: Rig) -> None:
+    pages = rig.device_pages.alloc(2 * PAGE)
+    assert pages is not None
+    for bad in (
+        lambda: rig.controller.write(page_slots(5)),
+        lambda: rig.controller.write(pages, extra_pools=[PoolTransfer("v", pages, pages)]),
+        lambda: rig.controller.write(pages.to_sparse()),
+        lambda: rig.controller.write(pages, extra_pools=[object()]),
+        lambda: rig.controller.write(pages, node_id="seven"),
+        lambda: rig.controller.write(pages, node_id=1 << 63),
+        lambda: rig.controller.write(pages.to("meta")),
+        lambda: rig.controller.write(StreamIndices(pages.to("meta"))),
+    ):
+        with pytest.raises((PageError, TypeError, AttributeError)):
+            bad()
+    host = rig.controller.write(pages)
+    assert host is not None
+    assert host.tolist() == page_slots(0, 1).tolist()
+
+
+def test_submission_that_is_refused_leaves_nothing_behind(rig: Rig) -> None:
+    pages = rig.device_pages.alloc(PAGE)
+    assert pages is not None
+    rig.controller.write_fence_stream = HostDevice().current_stream()
+    with pytest.raises(DeviceError, match="is of another device"):
+        rig.controller.write(pages, node_id=1)
+    assert not rig.controller.has_inflight_device_transfers()
+    rig.controller.write_fence_stream = None
+    host = rig.controller.write(pages, node_id=2)
+    assert host is not None
+    assert host.tolist() == page_slots(0).tolist()
+    rig.settle()
+    (ack,) = rig.controller.poll()
+    assert ack.node_ids == [2]
+
+
+def test_load_reads_its_indices_at_once(rig: Rig) -> None:
+    with pytest.raises(PageError, match="host_indices: are read at once"):
+        rig.controller.load(StreamIndices(rig.backed_up(1)))  # type: ignore[arg-type]
+
+
+def test_tier_cleared_under_queued_loads_is_noticed(rig: Rig) -> None:
+    host = rig.backed_up(0x1C)
+    rig.controller.load(host)
+    rig.device_pages.clear()
+    rig.device_pages.alloc(PAGE)
+    with pytest.raises(PageError, match="was cleared while 1 pages are queued"):
+        rig.controller.load(host)
+    rig.controller.reset()
+    assert rig.controller.load(host) is not None
+    rig.controller.start_loading()
+    rig.settle()
+    assert len(rig.controller.poll()) == 1
+
+
+def test_pools_of_one_name_or_of_other_memory_are_refused(rig: Rig) -> None:
+    tiers = {"device_allocator": rig.device_pages, "host_allocator": rig.host_pages}
+    with pytest.raises(LayoutError, match="pools: 2 pools are named 'kv'"):
+        BurstController([rig.pools[0], rig.pools[0]], rig.device, **tiers)
+    elsewhere = torch.zeros(LAYERS, 8 * PAGE, ROW, dtype=torch.uint8, device="meta")
+    on_device = DevicePool.from_layers("kv", elsewhere, page_size=PAGE)
+    with pytest.raises(LayoutError):
+        BurstController(
+            [Pool.pair(on_device, HostPool.allocate(on_device, pages=8))], rig.device, **tiers
+        )
 
 
 def test_pool_with_its_own_pages_moves_those(rig: Rig) -> None:

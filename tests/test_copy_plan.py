@@ -873,8 +873,8 @@ def test_no_pages_are_no_copies_and_no_call() -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: PlanOptions(max_group=0), "max_group: 0 layers is below the minimum of 1"),
-        (lambda: PlanOptions(chunk_pages=-1), "chunk_pages: -1 pages is below the minimum of 0"),
+        (lambda: PlanOptions(max_group=0), "max_group: 0 must be from 1 to"),
+        (lambda: PlanOptions(chunk_pages=-1), "chunk_pages: -1 must be from 0 to"),
         (lambda: CopyLimits(max_pitch=0), "max_pitch: 0"),
         (lambda: CopyLimits(copies_per_call=0), "copies_per_call: 0"),
     ],

@@ -15,7 +15,7 @@ void check_range(const char* field, double value, double lowest, double highest)
 }  // namespace
 
 void LinkModel::check() const {
-  check_range("gigabytes_per_second", gigabytes_per_second, 1e-3, 1e6);
+  check_range("gigabytes_per_second", gigabytes_per_second, 1e-6, 1e6);
   check_range("issue_us", issue_us, 0, 1e6);
   check_range("tall_issue_us", tall_issue_us, 0, 1e6);
   check_range("queue_depth", queue_depth, 0, 1e9);
