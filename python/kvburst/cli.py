@@ -378,4 +378,7 @@ def _check_file(option: str, file: Path | None) -> None:
 
 def _write_json(file: Path | None, content: dict[str, Any]) -> None:
     if file is not None:
-        file.write_text(json.dumps(content, indent=2) + "\n")
+        try:
+            file.write_text(json.dumps(content, indent=2) + "\n")
+        except OSError as error:
+            raise KVBurstError(f"--json: cannot write {file}: {error.strerror}") from error

@@ -13,6 +13,7 @@ Groups = Literal["ramp", "neighbours", "none"]
 Mode = Literal["thread", "inline"]
 
 MAX_SEED = (1 << 32) - 1
+MAX_CHUNK_PAGES = (1 << 31) - 1
 # Pages that move if nobody says how many. With a link rows in memory are small, and there may be as
 # many pages as a long prompt has.
 DEFAULT_PAGES = 32
@@ -44,8 +45,12 @@ class DemoOptions:
         _check_at_least("--pages", self.pages, 1)
         _check_at_least("--chunk-pages", self.chunk_pages, 0)
         _check_at_least("--seed", self.seed, 0)
-        if self.seed > MAX_SEED:
-            raise KVBurstError(f"--seed: {self.seed} is above {MAX_SEED}")
+        for option, value, bound in (
+            ("--seed", self.seed, MAX_SEED),
+            ("--chunk-pages", self.chunk_pages, MAX_CHUNK_PAGES),
+        ):
+            if value > bound:
+                raise KVBurstError(f"{option}: {value} is above {bound}")
         if self.device_pages != 0 and self.device_pages <= 2 * self.pages:
             raise KVBurstError(
                 f"--device-pages: {self.device_pages} is not above {2 * self.pages}, twice --pages:"
