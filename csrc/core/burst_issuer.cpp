@@ -84,7 +84,7 @@ BurstIssuer::~BurstIssuer() {
   try {
     if (stop(kFarewell) && drained_within(kFarewell)) return;
   } catch (const std::exception&) {
-    // Whether its copies are done, a device that fails cannot say.
+    return;  // A device that cannot say when it is done: the stream's own destruction waits for it.
   }
   leave_body_behind();
 }
