@@ -40,8 +40,8 @@ def _stop(issuers: Sequence[BurstIssuer], timeout: float) -> bool:
 class BurstController:
     """Moves pages between the tiers in bursts, for a cache that decides which.
 
-    `write` and `load` allocate on the other tier and return its slots; what they queue leaves as
-    one burst at `start_writing` and `start_loading`. All pools move the same pages, but for those
+    `write` and `load` allocate on the other tier and return its slots. A `write` leaves at once;
+    loads wait, and leave together as one burst at `start_loading`. All pools move the same pages, but for those
     given their own (`PoolTransfer`). A forward waits for a load layer by layer
     (`layer_done_counter`), the cache for its ack. Until an ack is retired, the burst's pages on
     both tiers stay reserved, even if their owner frees them.
@@ -199,7 +199,10 @@ class BurstController:
         return host_indices
 
     def start_writing(self) -> None:
-        """Submit queued backups as one burst, behind what is on the current stream."""
+        """Submit queued backups as one burst, behind what is on the current stream.
+
+        `write` has done so already: this is here because SGLang's trees call it, and does nothing.
+        """
         self._backups.submit(self.device.current_stream(), self.write_fence_stream, self.page_size)
 
     # --- loads -----------------------------------------------------------------------------
