@@ -41,8 +41,8 @@ class BurstController:
     """Moves pages between the tiers in bursts, for a cache that decides which.
 
     `write` and `load` allocate on the other tier and return its slots. A `write` leaves at once;
-    loads wait, and leave together as one burst at `start_loading`. All pools move the same pages, but for those
-    given their own (`PoolTransfer`). A forward waits for a load layer by layer
+    loads wait, and leave together as one burst at `start_loading`. All pools move the same pages,
+    but for those given their own (`PoolTransfer`). A forward waits for a load layer by layer
     (`layer_done_counter`), the cache for its ack. Until an ack is retired, the burst's pages on
     both tiers stay reserved, even if their owner frees them.
 
