@@ -445,8 +445,9 @@ def test_submission_that_is_refused_leaves_nothing_behind(rig: Rig) -> None:
     pages = rig.device_pages.alloc(PAGE)
     assert pages is not None
     rig.controller.write_fence_stream = HostDevice().current_stream()
-    with pytest.raises(DeviceError, match="is of another device"):
-        rig.controller.write(pages, node_id=1)
+    for refused in (pages, StreamIndices(pages)):
+        with pytest.raises(DeviceError, match="is of another device"):
+            rig.controller.write(refused, node_id=1)
     assert not rig.controller.has_inflight_device_transfers()
     rig.controller.write_fence_stream = None
     host = rig.controller.write(pages, node_id=2)
@@ -455,6 +456,7 @@ def test_submission_that_is_refused_leaves_nothing_behind(rig: Rig) -> None:
     rig.settle()
     (ack,) = rig.controller.poll()
     assert ack.node_ids == [2]
+    assert ack.kept == ()
 
 
 def test_load_reads_its_indices_at_once(rig: Rig) -> None:

@@ -112,6 +112,7 @@ class BurstLane:
         self._node_ids: list[int] = []
         self._kept: list[torch.Tensor] = []
         self._pages_before_last = 0
+        self._kept_before_last = 0
         self._caller_ns = 0
         self._alloc_ns = 0
 
@@ -145,6 +146,7 @@ class BurstLane:
         if new is None:
             return None
         self._pages_before_last = self._pages.num_pages
+        self._kept_before_last = len(self._kept)
         try:
             if self._direction == "load":
                 if deferred:
@@ -162,6 +164,7 @@ class BurstLane:
             self._holds.hold(self._pages, self._pages_before_last)
         except BaseException:
             self._pages.truncate(self._pages_before_last)
+            del self._kept[self._kept_before_last :]
             self._fills.undo_alloc(new)
             raise
         if self._pages.num_pages > self._pages_before_last:
@@ -213,6 +216,7 @@ class BurstLane:
             self._holds.release_queued(self._pages, self._pages_before_last)
             self._pages.truncate(self._pages_before_last)
             self._node_ids.pop()
+        del self._kept[self._kept_before_last :]
         self._fills.undo_alloc(new)
 
     def submit(self, stream: Stream, fence: Stream | None, page_size: int) -> Burst | None:
