@@ -57,4 +57,5 @@ PYBIND11_MODULE(_core, module) {
   bind_devices(module);
   bind_plans(module);
   bind_bursts(module);
+  bind_agreement(module);
 }

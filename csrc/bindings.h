@@ -68,12 +68,12 @@ inline Direction direction_of(const std::string& name) {
 
 /// A count that C++ keeps in `To`. Python's are not bounded, so its bounds are checked here, by
 /// name.
-template <class To>
+template <class To, class Refusal = LayoutError>
 To whole_number(const char* name, std::int64_t value, std::int64_t lowest) {
   constexpr auto highest = static_cast<std::int64_t>(std::min<std::uint64_t>(
       std::numeric_limits<To>::max(), std::numeric_limits<std::int64_t>::max()));
   if (value < lowest || value > highest) {
-    throw LayoutError(text(name, ": ", value, " must be from ", lowest, " to ", highest));
+    throw Refusal(text(name, ": ", value, " must be from ", lowest, " to ", highest));
   }
   return static_cast<To>(value);
 }
@@ -125,5 +125,6 @@ std::map<std::string, std::int64_t> fallbacks(const CopyCount& count);
 void bind_devices(py::module_& module);
 void bind_plans(py::module_& module);
 void bind_bursts(py::module_& module);
+void bind_agreement(py::module_& module);
 
 }  // namespace kvburst::bindings

@@ -8,6 +8,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from kvburst._core import (
+    BoardError,
+    BoardUseError,
     Burst,
     BurstError,
     CopyLimits,
@@ -19,6 +21,7 @@ from kvburst._core import (
     LinkModel,
     PageError,
     PlanOptions,
+    StepBoard,
     Stream,
     __version__,
 )
@@ -26,6 +29,7 @@ from kvburst._core import (
 if TYPE_CHECKING:
     from kvburst._indices import StreamIndices
     from kvburst.acks import Ack, AckQueue
+    from kvburst.agreement import Agreement, AgreementError, AgreementGroups, make_groups
     from kvburst.burst_lane import PoolTransfer
     from kvburst.controller import BurstController
     from kvburst.layer_done import LayerDoneCounter
@@ -35,6 +39,11 @@ if TYPE_CHECKING:
 __all__ = [
     "Ack",
     "AckQueue",
+    "Agreement",
+    "AgreementError",
+    "AgreementGroups",
+    "BoardError",
+    "BoardUseError",
     "Burst",
     "BurstController",
     "BurstError",
@@ -53,15 +62,21 @@ __all__ = [
     "PlanOptions",
     "Pool",
     "PoolTransfer",
+    "StepBoard",
     "Stream",
     "StreamIndices",
     "__version__",
+    "make_groups",
 ]
 
 # Imported at first use: these need torch, which takes seconds, and `kvburst --help` does not.
 _MODULES = {
     "Ack": "acks",
     "AckQueue": "acks",
+    "Agreement": "agreement",
+    "AgreementError": "agreement",
+    "AgreementGroups": "agreement",
+    "make_groups": "agreement",
     "BurstController": "controller",
     "PoolTransfer": "burst_lane",
     "LayerDoneCounter": "layer_done",

@@ -73,7 +73,13 @@ class AckQueue(Sequence[Ack]):
 
     def __init__(self, *on_retire: Callable[[Ack], None]) -> None:
         self._acks: list[Ack] = []
-        self._on_retire = on_retire
+        self._on_retire = list(on_retire)
+        self.retired = 0
+        """Acks taken off so far, by whatever means."""
+
+    def tell(self, on_retire: Callable[[Ack], None]) -> None:
+        """Call `on_retire`, after the others, with each ack that is retired from now on."""
+        self._on_retire.append(on_retire)
 
     def append(self, ack: Ack) -> None:
         self._acks.append(ack)
@@ -87,6 +93,7 @@ class AckQueue(Sequence[Ack]):
         ack = self._acks[0]
         ack.finish_event.synchronize()
         del self._acks[0]
+        self.retired += 1
         for told in self._on_retire:
             told(ack)
         return ack
@@ -95,6 +102,15 @@ class AckQueue(Sequence[Ack]):
         """Retire every ack, waiting for each."""
         while self._acks:
             self.pop(0)
+
+    def retire(self, count: int) -> list[Ack]:
+        """Retire the `count` oldest acks, blocking until their bursts are done.
+
+        Fewer acks than that: IndexError, and none is retired.
+        """
+        if not 0 <= count <= len(self._acks):
+            raise IndexError(f"count: {count} acks must be 0 to {len(self._acks)}, those queued")
+        return [self.pop(0) for _ in range(count)]
 
     def retire_complete(self) -> list[Ack]:
         """Retire the acks at the head whose bursts are done. Does not block."""

@@ -20,6 +20,7 @@ from kvburst._core import (
 )
 from kvburst._indices import StreamIndices
 from kvburst.acks import Ack, AckQueue
+from kvburst.agreement import AckCounter, Agreement
 from kvburst.burst_lane import BurstLane, PoolTransfer
 from kvburst.layer_done import LayerDoneCounter
 from kvburst.page_allocator import PageAllocator
@@ -58,6 +59,8 @@ class BurstController:
     write_policy: under "write_back" backups are issued inline whatever the mode, since whoever
         evicts waits for them.
     cpus: processors that the threads may run on; none named: any.
+    agreement: where several ranks keep the same cache: `poll` then retires what is complete on
+        every rank. Every rank creates its controller at the same point.
 
     `load_fence_stream` and `write_fence_stream` may be set to the stream that forwards run on: a
     burst is then ordered behind all that is on it at submission as well. Without that, a load may
@@ -84,6 +87,7 @@ class BurstController:
         mode: Literal["thread", "inline"] = "thread",
         write_policy: Literal["write_through", "write_back"] = "write_through",
         cpus: Sequence[int] = (),
+        agreement: Agreement | None = None,
     ) -> None:
         if not pools:
             raise LayoutError("pools: 0 pools, at least 1 is needed")
@@ -136,6 +140,15 @@ class BurstController:
         self.write_fence_stream: Stream | None = None
         # Threads end before the interpreter does, also if nobody calls `stop`.
         weakref.finalize(self, _stop, self._issuers, _FAREWELL_SECONDS)
+        queues = (self._backups.acks, self._loads.acks)
+        self._reducer = (
+            None
+            if agreement is None
+            else agreement.reducer(
+                [AckCounter("backups", queues[0]), AckCounter("loads", queues[1])],
+                idle=lambda: not any(queues),
+            )
+        )
 
     def _check_pools(self) -> None:
         names = [pool.name for pool in self.pools]
@@ -262,8 +275,20 @@ class BurstController:
         return self._loads.acks
 
     def poll(self) -> list[Ack]:
-        """Retire the acks of complete bursts, oldest first, backups before loads; never blocks."""
-        return self.ack_write_queue.retire_complete() + self.ack_load_queue.retire_complete()
+        """Retire the acks of complete bursts, oldest first, backups before loads.
+
+        Never blocks, unless ranks agree: every rank then calls this at the same points, waits for
+        the others as its transport does, and retires what is complete on all of them. A burst that
+        failed on one rank raises AgreementError on every rank, once, before its ack is retired;
+        polling again goes on. `ack_write_queue.clear()` on every rank, to flush before evicting,
+        needs no agreement.
+        """
+        if self._reducer is None:
+            return self.ack_write_queue.retire_complete() + self.ack_load_queue.retire_complete()
+        backups, loads = self._reducer.collect()
+        retired = self.ack_write_queue.retire(backups) + self.ack_load_queue.retire(loads)
+        self._reducer.issue()
+        return retired
 
     def has_inflight_device_transfers(self) -> bool:
         """Whether queued or unretired transfers still use pages."""
@@ -288,11 +313,14 @@ class BurstController:
         """Forget what is queued, wait for what is under way and retire it. Blocks.
 
         Page ownership is untouched: what `load` allocated for queued pages is still the caller's to
-        free. Raises BurstError if a thread was left behind by `stop`.
+        free. Where ranks agree, every rank resets at the same point. Raises BurstError if a thread
+        was left behind by `stop`.
         """
         self._backups.reset()
         self._loads.reset()
         self.layer_done_counter.reset()
+        if self._reducer is not None:
+            self._reducer.reset()
 
     def stop(self, timeout: float = 10.0) -> None:
         """End the threads once what is submitted is issued, within `timeout` seconds.
@@ -311,5 +339,7 @@ class BurstController:
     def stats(self) -> ControllerStats:
         """What the bursts retired so far took."""
         return ControllerStats(
-            loads=self._loads.recorder.stats(), backups=self._backups.recorder.stats()
+            loads=self._loads.recorder.stats(),
+            backups=self._backups.recorder.stats(),
+            agreement=None if self._reducer is None else self._reducer.stats(),
         )

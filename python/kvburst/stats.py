@@ -7,6 +7,7 @@ from typing import Literal
 
 from kvburst._core import LayerGate
 from kvburst.acks import Ack
+from kvburst.agreement.reducer import AgreementStats
 
 _logger = logging.getLogger("kvburst")
 
@@ -66,6 +67,8 @@ class LaneStats:
 class ControllerStats:
     loads: LaneStats
     backups: LaneStats
+    agreement: AgreementStats | None = None
+    """What agreeing with other ranks took; None where none do."""
 
 
 class BurstRecorder:
