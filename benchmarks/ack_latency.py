@@ -21,13 +21,13 @@ import random
 import tempfile
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 from multiprocessing.connection import Connection
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -55,6 +55,10 @@ from kvburst.agreement.counters import ListCounter
 from kvburst.agreement.groups import GroupPeers
 from kvburst.agreement.reducer import AckReducer, payload_length
 from kvburst.agreement.transports import Blocking, Board, Collective, GroupMin, Pipelined, Transport
+
+if TYPE_CHECKING:
+    from numpy import int64
+    from numpy.typing import NDArray
 
 BENCHMARK = "ack_latency"
 TRANSPORTS = ("blocking", "pipelined", "board")
@@ -95,19 +99,22 @@ class InjectedLatency:
         self._seconds = milliseconds / 1000
 
     def start(self, values: torch.Tensor) -> "InjectedWork":
-        self._board.publish(values.tolist())
-        return InjectedWork(self._board, values, time.perf_counter() + self._seconds)
+        # As an array: the stub is not to add operations of torch to those of the transport.
+        array = values.numpy()
+        self._board.publish(array.tolist())
+        return InjectedWork(self._board, array, time.perf_counter() + self._seconds)
 
 
-@dataclass(frozen=True)
-class InjectedWork:
+class InjectedWork(NamedTuple):
     board: StepBoard
-    values: torch.Tensor
+    values: "NDArray[int64]"
     ends: float
 
     def wait(self) -> None:
-        time.sleep(max(0.0, self.ends - time.perf_counter()))
-        self.values.copy_(torch.tensor(self.board.read()))
+        left = self.ends - time.perf_counter()
+        if left > 0:
+            time.sleep(left)
+        self.values[:] = self.board.read()
 
 
 class ReadyAck:
@@ -130,25 +137,24 @@ class Arm:
 
     setting: Setting
     transport: Transport | None
-    start_together: Any
-    random: random.Random
-    own_random: random.Random
+    start_together: Callable[[], object]
+    common_chance: random.Random
+    own_chance: random.Random
     agree_us: list[float] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self._queues: list[list[ReadyAck]] = [[] for _ in QUEUES]
-        self._retired = 0
         self._reducer: AckReducer | None = None
         if self.transport is not None:
             counters = [
                 ListCounter(name, partial(list.__getitem__, self._queues, place))
                 for place, name in enumerate(QUEUES)
             ]
-            self._reducer = AckReducer(counters, self.transport, GroupPeers([dist.group.WORLD]))
+            self._reducer = AckReducer(counters, self.transport, GroupPeers([everybody()]))
 
     def turn(self) -> float:
-        """A number of steps; the seconds they took."""
+        """A number of steps; the seconds they took. Every step retires what it is to."""
         pauses = [self._step_seconds() for _ in range(STEPS_A_TURN)]
         self.start_together()
         begin = time.perf_counter()
@@ -159,6 +165,9 @@ class Arm:
                 time.sleep(pause)
         self.seconds.append(time.perf_counter() - begin)
         if self._reducer is not None:
+            left = [len(queue) for queue in self._queues]
+            if left != [self._reducer.transport.lag] * len(QUEUES):
+                raise KVBurstError(f"{self._reducer.transport.name}: {left} acks are left over")
             self._reducer.reset()
         for queue in self._queues:
             queue.clear()
@@ -169,11 +178,6 @@ class Arm:
         self.agree_us.clear()
         self.seconds.clear()
 
-    def check(self) -> None:
-        """With a transport every step but the first of a turn retires what the one before had."""
-        if self._reducer is not None and not self._retired:
-            raise KVBurstError(f"{self.transport}: nothing was ever retired")
-
     def _agree(self, reducer: AckReducer) -> None:
         for queue in self._queues:
             queue.append(ReadyAck())
@@ -183,16 +187,21 @@ class Arm:
             del queue[:count]
         reducer.issue()
         self.agree_us.append((time.perf_counter_ns() - begin) / 1000)
-        self._retired += sum(counts)
 
     def _step_seconds(self) -> float:
-        common = 1 + COMMON_JITTER * self.random.uniform(-1, 1)
-        own = 1 + OWN_JITTER * self.own_random.uniform(-1, 1)
+        common = 1 + COMMON_JITTER * self.common_chance.uniform(-1, 1)
+        own = 1 + OWN_JITTER * self.own_chance.uniform(-1, 1)
         return self.setting.step_ms / 1000 * common * own
 
 
-def board_of(values: int) -> StepBoard:
-    connection = connect_board(values=values, timeout=SECONDS)
+def everybody() -> dist.ProcessGroup:
+    group = dist.group.WORLD
+    assert group is not None, "the ranks have joined"
+    return group
+
+
+def new_board() -> StepBoard:
+    connection = connect_board(values=VALUES, timeout=SECONDS)
     if connection.board is None:
         raise KVBurstError(f"no board: {connection.reason}")
     return connection.board
@@ -204,16 +213,14 @@ def arms_of(setting: Setting) -> dict[str, Arm]:
 
     def collective() -> Collective:
         if setting.injected_ms:
-            return InjectedLatency(board_of(VALUES), setting.injected_ms)
-        everybody = dist.new_group(timeout=timedelta(seconds=SECONDS))
-        assert everybody is not None
-        return GroupMin(everybody)
+            return InjectedLatency(new_board(), setting.injected_ms)
+        return GroupMin(everybody())
 
     transports: dict[str, Transport | None] = {
         ALONE: None,
         "blocking": Blocking([collective()]),
         "pipelined": Pipelined(collective()),
-        "board": Board(board_of(VALUES)),
+        "board": Board(new_board()),
     }
     return {
         name: Arm(setting, transport, dist.barrier, random.Random(0), random.Random(1 + rank))
@@ -235,7 +242,6 @@ def measure(settings: Sequence[Setting], turns: int, pipe: Connection) -> None:
             tick=partial(pipe.send, "round"),
         )
         for arm in arms.values():
-            arm.check()
             if arm.transport is not None:
                 arm.transport.close()
         pipe.send({name: (arm.agree_us, arm.seconds) for name, arm in arms.items()})
@@ -325,7 +331,10 @@ def measured_by_all(pipes: Sequence[Connection], turns: int, tick: partial[None]
     return {
         name: (
             [sample for measured in of_ranks for sample in measured[name][0]],
-            [max(times) for times in zip(*(measured[name][1] for measured in of_ranks))],
+            [
+                max(times)
+                for times in zip(*(measured[name][1] for measured in of_ranks), strict=True)
+            ],
         )
         for name in of_ranks[0]
     }
@@ -463,7 +472,7 @@ def _notes(rows: Sequence[Row]) -> list[str]:
         elif row.metric == "steps_per_s" and step == BUDGET_STEP_MS and injected:
             words = (
                 f"{BUDGET_RANKS} ranks, steps of {step} ms, {injected:g} ms a collective:"
-                f" {transport} keeps {100 * row.ratio:.0f} of 100 steps"
+                f" {transport} keeps {100 * row.ratio:.1f} of 100 steps"
             )
             if transport == "blocking":
                 notes.append(words)
