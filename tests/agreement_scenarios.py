@@ -3,6 +3,7 @@
 import logging
 import os
 import random
+import signal
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -397,6 +398,31 @@ def two_tp_groups() -> Any:
 def groups_in_another_order() -> None:
     lists = [[0, 1], [2, 3]]
     make_groups(lists if dist.get_rank() < 3 else lists[::-1], timeout=20)
+
+
+def group_of_others() -> None:
+    """Every rank gives a group that two of them are in."""
+    AgreementGroups(tp=dist.new_group([0, 1]))
+
+
+def grid_of_a_row(transport: TransportName) -> None:
+    made = grid()
+    groups = AgreementGroups(cp=made.column, tp=made.row, grid=made.row)
+    Agreement(groups, transport=transport).reducer([], idle=lambda: False)
+
+
+def grid_on_some() -> None:
+    made = grid()
+    whole = None if dist.get_rank() == 3 else made.whole
+    groups = AgreementGroups(cp=made.column, tp=made.row, grid=whole)
+    Agreement(groups).reducer([], idle=lambda: False)
+
+
+def killed_in_set_up(victim: int) -> None:
+    tp = make_groups([[0, 1, 2, 3]], timeout=2)[0]
+    if dist.get_rank() == victim:
+        os.kill(os.getpid(), signal.SIGKILL)
+    Agreement(AgreementGroups(tp=tp)).reducer([], idle=lambda: False)
 
 
 def digests_differ(transport: TransportName, shape: str) -> Any:

@@ -1,6 +1,7 @@
 """The agreement on one process: what is counted, what is skipped, what is everyone's error."""
 
 import logging
+import os
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -24,10 +25,11 @@ from hypothesis import strategies as st
 from rigs import PAGE, make_rig
 from rigs import Blocking as BlockingCall
 
-from kvburst import Ack, AckQueue, AgreementError, KVBurstError, StepBoard
+from kvburst import Ack, AckQueue, AgreementError, AgreementGroups, KVBurstError, StepBoard
 from kvburst.agreement import (
     AckCounter,
     AckReducer,
+    Agreement,
     Blocking,
     Board,
     ListCounter,
@@ -199,6 +201,46 @@ def test_round_in_flight_is_not_overtaken_by_another() -> None:
     reducer.issue()
     with pytest.raises(KVBurstError, match="a round is in flight already"):
         reducer.issue()
+
+
+def test_round_that_could_not_be_sent_is_not_collected() -> None:
+    @dataclass
+    class RefusesTheSecond(Min):
+        def start(self, values: torch.Tensor) -> Min:
+            super().start(values)
+            if len(self.started) == 2:
+                raise RuntimeError("Connection closed by peer")
+            return self
+
+    reducer = lone(AckQueue(), Pipelined(RefusesTheSecond()))
+    reducer.issue()
+    reducer.collect()
+    with pytest.raises(AgreementError, match="Connection closed by peer"):
+        reducer.issue()
+    assert reducer.collect() == [0]
+    reducer.issue()
+
+
+def test_forked_child_is_refused_instead_of_waiting_for_threads_it_does_not_have() -> None:
+    reducer = lone(AckQueue(), Pipelined(Min()))
+    reducer.issue()
+    reads, writes = os.pipe()
+    child = os.fork()
+    if child == 0:
+        for call in (reducer.collect, reducer.issue, reducer.reset):
+            try:
+                call()
+            except KVBurstError as error:
+                os.write(writes, str(error).encode() + b"\n")
+        os._exit(0)
+    os.waitpid(child, 0)
+    os.close(writes)
+    with os.fdopen(reads) as pipe:
+        said = pipe.read().splitlines()
+    text = f"agreement: it belongs to process {os.getpid()}, and not to process {child} that"
+    assert len(said) == 3
+    assert all(line.startswith(text) for line in said)
+    assert reducer.collect() == [0]
 
 
 # --- plain lists and storage queues --------------------------------------------------------------
@@ -378,6 +420,12 @@ def test_what_is_in_flight_is_consumed_although_nothing_is_outstanding_now() -> 
 def test_bad_options_are_refused_by_name(option: dict[str, int], message: str) -> None:
     with pytest.raises(KVBurstError, match=message):
         lone(AckQueue(), **option)
+
+
+@pytest.mark.parametrize("timeout", [0.0, -1.0, float("nan"), float("inf"), 2e9])
+def test_timeout_out_of_bounds_is_refused_by_name(timeout: float) -> None:
+    with pytest.raises(KVBurstError, match=f"timeout: {timeout} seconds must be more than 0, and"):
+        Agreement(AgreementGroups(), timeout=timeout)
 
 
 def test_log_has_a_line_every_so_many_steps(caplog: pytest.LogCaptureFixture) -> None:
@@ -631,6 +679,22 @@ def test_follower_whose_burst_fails_while_it_waits_raises_before_it_takes_anythi
     with pytest.raises(AgreementError, match="step 1: on rank 0, load 0 failed: copy"):
         reducer.collect()
     assert len(queue) == 1
+
+
+@LAGS
+def test_follower_takes_storage_again_after_it_was_drained_by_other_means(lag: Lag) -> None:
+    size = 1
+    counter = QueueCounter("prefetch", lambda: size)
+    stages = Follower([leader_says(count) for count in (0, 1, 1, 3)])
+    transport = Pipelined(Min()) if lag else Blocking([])
+    reducer = AckReducer([counter], transport, LonePeers(), stages=stages)
+    taken = []
+    for drained in (False, False, True, False):
+        if drained:
+            counter.popped_elsewhere()
+        taken += reducer.collect()
+        reducer.issue()
+    assert taken == [0, 1, 0, 2]
 
 
 def test_follower_does_not_wait_for_storage_whoever_takes_it_does() -> None:

@@ -258,6 +258,33 @@ def test_feature_that_only_some_ranks_have_on_is_refused_on_every_rank(pool: Ran
     assert [(outcome.type, outcome.text) for outcome in outcomes] == [("AgreementError", text)] * 4
 
 
+def test_group_that_a_rank_is_not_in_is_refused_there(pool: RankPool) -> None:
+    outcomes = pool.outcomes(scenarios.group_of_others)
+    assert outcomes[:2] == [None, None]
+    assert [(outcome.type, outcome.text) for outcome in outcomes[2:]] == [
+        ("KVBurstError", f"tp: rank {rank} is not one of its ranks") for rank in (2, 3)
+    ]
+
+
+@pytest.mark.parametrize("transport", ["pipelined", "board"])
+def test_grid_that_leaves_ranks_out_is_refused_on_every_rank(
+    pool: RankPool, transport: TransportName
+) -> None:
+    outcomes = pool.outcomes(scenarios.grid_of_a_row, transport)
+    text = (
+        "grid: it has ranks 0, 1, and cp and tp connect ranks 0, 1, 2, 3 on ranks 0, 1; "
+        "it has ranks 2, 3, and cp and tp connect ranks 0, 1, 2, 3 on ranks 2, 3"
+    )
+    assert [(outcome.type, outcome.text) for outcome in outcomes] == [("AgreementError", text)] * 4
+
+
+def test_grid_that_only_some_ranks_have_is_refused_on_every_rank(pool: RankPool) -> None:
+    outcomes = pool.outcomes(scenarios.grid_on_some)
+    assert {outcome.type for outcome in outcomes} == {"AgreementError"}
+    assert {outcome.text for outcome in outcomes} == {outcomes[0].text}
+    assert "'grid': False} on rank 3" in outcomes[0].text
+
+
 @pytest.mark.parametrize(
     ("wanted", "shape", "used", "reason"),
     [
@@ -339,6 +366,15 @@ def test_rank_that_is_killed_is_an_error_on_the_others(
         scenarios.a_rank_gets, signal.SIGKILL, 2, transport, "tp", 2.0, gone=2
     )
     check_survivors(outcomes, transport)
+
+
+def test_rank_killed_while_the_agreement_is_set_up_is_an_error_on_the_others(
+    own_pool: RankPool,
+) -> None:
+    outcomes = own_pool.outcomes(scenarios.killed_in_set_up, 2, gone=2)
+    for rank in (0, 1, 3):
+        assert outcomes[rank].type == "AgreementError"
+        assert "one has ended or did not come within the group's timeout" in outcomes[rank].text
 
 
 @TRANSPORTS

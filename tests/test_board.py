@@ -4,11 +4,12 @@ is killed, stopped, interrupted or gone."""
 import multiprocessing
 import os
 import random
+import resource
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnContext
 from pathlib import Path
@@ -314,6 +315,32 @@ def test_killed_rank_is_named_although_a_child_of_its_own_lives() -> None:
         named, message, _ = other.hear()
         assert named == (1,)
         assert f"rank 1 (pid {last.pid}) ended" in message
+
+
+def read_without_descriptors(pipe: Connection, board: StepBoard) -> None:
+    if board.rank == 1:
+        pipe.recv()
+        board.publish([1])
+        pipe.recv()
+        return
+    board.publish([2])
+    resource.setrlimit(resource.RLIMIT_NOFILE, (pipe.fileno() + 1, pipe.fileno() + 1))
+    held = []
+    with suppress(OSError):
+        while True:
+            held.append(os.open(os.devnull, os.O_RDONLY))
+    agreed = board.read()
+    pipe.send((agreed, board.stats.look_ups))
+
+
+def test_late_rank_is_not_taken_for_dead_by_one_that_can_open_no_file() -> None:
+    with ranks_of(2, read_without_descriptors) as (reader, late):
+        reader.wait_until("S")
+        time.sleep(0.2)  # it looks up every 50 ms
+        late.tell()
+        agreed, look_ups = reader.hear()
+        assert agreed == [1]
+        assert look_ups > 0
 
 
 def be_interrupted(pipe: Connection, board: StepBoard) -> None:

@@ -1,8 +1,10 @@
 #include "agreement/process_identity.h"
 
+#include <signal.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <cerrno>
 #include <fstream>
 #include <optional>
 #include <sstream>
@@ -21,7 +23,7 @@ struct Status {
   std::uint64_t started;
 };
 
-/// From /proc/PID/stat; see proc(5) for its fields. None if there is no such file.
+/// From /proc/PID/stat; see proc(5) for its fields. None if it cannot be read.
 std::optional<Status> status_of(std::int64_t pid) {
   std::ifstream file(text("/proc/", pid, "/stat"));
   std::string line;
@@ -56,7 +58,9 @@ ProcessIdentity ProcessIdentity::own() {
 bool ProcessIdentity::ended() const {
   if (name_space == 0 || name_space != own_name_space()) return false;
   const std::optional<Status> status = status_of(pid);
-  return !status || status->started != started || (status->flags & kExiting) != 0;
+  // Whoever is out of file descriptors cannot read it, and must not take the others for dead.
+  if (!status) return kill(static_cast<pid_t>(pid), 0) != 0 && errno == ESRCH;
+  return status->started != started || (status->flags & kExiting) != 0;
 }
 
 std::string ProcessIdentity::words() const { return text("pid ", pid); }

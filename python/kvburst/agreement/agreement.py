@@ -11,6 +11,9 @@ from kvburst.agreement.reducer import AckReducer, payload_length
 from kvburst.agreement.stages import PipelineStages
 from kvburst.agreement.transports import TransportName
 
+_LONGEST_TIMEOUT = 1e9
+"""Seconds; that of a board."""
+
 
 @dataclass(frozen=True)
 class Agreement:
@@ -40,8 +43,11 @@ class Agreement:
             raise KVBurstError(
                 f"transport: {self.transport!r} must be 'blocking', 'pipelined' or 'board'"
             )
-        if not self.timeout > 0:
-            raise KVBurstError(f"timeout: {self.timeout} seconds must be more than 0")
+        if not 0 < self.timeout <= _LONGEST_TIMEOUT:
+            raise KVBurstError(
+                f"timeout: {self.timeout} seconds must be more than 0, and at most "
+                f"{_LONGEST_TIMEOUT:.0e}"
+            )
 
     def reducer(self, counters: Sequence[ReadyCounter], *, idle: Callable[[], bool]) -> AckReducer:
         """Every rank calls this at the same point, with counters of the same names; blocks.
@@ -54,6 +60,7 @@ class Agreement:
             "transport": self.transport,
             "skip_idle": self.skip_idle,
             "force_every": self.force_every,
+            "grid": self.groups.grid is not None,
         }
         require_same(self.groups.everyone(), "settings of the agreement", settings)
         values = payload_length(len(counters))

@@ -5,7 +5,8 @@ import logging
 import torch.distributed as dist
 
 from kvburst.agreement.board_group import connect_board
-from kvburst.agreement.groups import AgreementGroups
+from kvburst.agreement.errors import AgreementError, first_line
+from kvburst.agreement.groups import AgreementGroups, ranks_by_value, ranks_text
 from kvburst.agreement.transports import (
     Blocking,
     Board,
@@ -55,10 +56,20 @@ def choose_transport(
 
 def _board(groups: AgreementGroups, values: int, timeout: float) -> Transport | str:
     """A board over all ranks of the stage, if every stage has one; else why not."""
-    whole = groups.chain[0] if len(groups.chain) == 1 else groups.grid
-    if whole is None:
+    if len(groups.chain) == 1:
+        whole = groups.chain[0]
+    elif groups.grid is not None:
+        whole = groups.grid
+        _check_grid(whole, groups)
+    else:
         return "no group spans both CP and TP"
-    connection = connect_board(whole, values=values, timeout=timeout)
+    try:
+        connection = connect_board(whole, values=values, timeout=timeout)
+    except RuntimeError as error:
+        raise AgreementError(
+            "board: it was not set up, a rank has ended or did not come within the group's "
+            f"timeout: {first_line(error)}"
+        ) from error
     for reason in groups.everyone().exchange(connection.reason).values():
         if reason:
             if connection.board is not None:
@@ -66,6 +77,18 @@ def _board(groups: AgreementGroups, values: int, timeout: float) -> Transport | 
             return reason
     assert connection.board is not None, "it has no reason not to be there"
     return Board(connection.board, dist.get_process_group_ranks(whole))
+
+
+def _check_grid(grid: dist.ProcessGroup, groups: AgreementGroups) -> None:
+    """Ranks that the board left out would not be heard, and nobody would notice."""
+    given = dist.get_process_group_ranks(grid)
+    connected = list(groups.peers().exchange(None))
+    problem = ""
+    if given != connected:
+        problem = f"it has {ranks_text(given)}, and cp and tp connect {ranks_text(connected)}"
+    wrong = {rank: found for rank, found in groups.everyone().exchange(problem).items() if found}
+    if wrong:
+        raise AgreementError(f"grid: {ranks_by_value(wrong)}", ranks=list(wrong))
 
 
 def _say(

@@ -6,6 +6,11 @@ from dataclasses import dataclass
 from kvburst._core import KVBurstError
 
 
+def first_line(error: RuntimeError) -> str:
+    """What torch says went wrong; its stack comes behind."""
+    return str(error).partition("\n")[0]
+
+
 @dataclass(frozen=True)
 class Failure:
     """A burst that failed on one rank, as all ranks come to know of it."""

@@ -8,7 +8,7 @@ from typing import Protocol, TypeVar
 import torch.distributed as dist
 
 from kvburst._core import KVBurstError
-from kvburst.agreement.errors import AgreementError
+from kvburst.agreement.errors import AgreementError, first_line
 
 T = TypeVar("T")
 
@@ -19,7 +19,10 @@ class Peers(Protocol):
     @property
     def rank(self) -> int: ...
     def exchange(self, item: T) -> Mapping[int, T]:
-        """What each rank gave, by rank. Every rank calls it at the same point; blocks."""
+        """What each rank gave, by rank. Every rank calls it at the same point; blocks.
+
+        Raises AgreementError when a rank is missing.
+        """
         ...
 
 
@@ -48,7 +51,13 @@ class GroupPeers:
         found = {self.rank: item}
         for group in self._groups:
             gathered: list[dict[int, T]] = [{} for _ in range(dist.get_world_size(group))]
-            dist.all_gather_object(gathered, found, group=group)
+            try:
+                dist.all_gather_object(gathered, found, group=group)
+            except RuntimeError as error:
+                raise AgreementError(
+                    f"not all of {ranks_text(dist.get_process_group_ranks(group))} answered, one "
+                    f"has ended or did not come within the group's timeout: {first_line(error)}"
+                ) from error
             found = {rank: one for part in gathered for rank, one in part.items()}
         return dict(sorted(found.items()))
 
@@ -61,12 +70,20 @@ class AgreementGroups:
     cp: ranks of one context-parallel group; together with `tp` a grid.
     grid: all ranks of that grid, where such a group exists: one board can then serve it.
     pp: this rank's place in every pipeline stage, in the order of the stages.
+
+    This rank is in each of them; None where there is no such group.
     """
 
     tp: dist.ProcessGroup | None = None
     cp: dist.ProcessGroup | None = None
     grid: dist.ProcessGroup | None = None
     pp: dist.ProcessGroup | None = None
+
+    def __post_init__(self) -> None:
+        for name, group in vars(self).items():
+            # It would agree with nobody, and nobody would notice.
+            if group is not None and dist.get_rank(group) < 0:
+                raise KVBurstError(f"{name}: rank {dist.get_rank()} is not one of its ranks")
 
     @property
     def chain(self) -> tuple[dist.ProcessGroup, ...]:

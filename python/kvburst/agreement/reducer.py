@@ -1,14 +1,16 @@
 """One agreement a scheduler step: how many acks every rank retires now."""
 
 import logging
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import index
 from time import perf_counter_ns
 from typing import NamedTuple
 
 from kvburst._core import KVBurstError
 from kvburst.agreement.counters import ReadyCounter
-from kvburst.agreement.errors import AgreementError, Failure
+from kvburst.agreement.errors import AgreementError, Failure, first_line
 from kvburst.agreement.groups import Peers, minority, ranks_by_value
 from kvburst.agreement.stages import Stages
 from kvburst.agreement.transports import Transport
@@ -64,7 +66,7 @@ class AckReducer:
     Counting after taking matters: what was just taken must not be reported again. Over a transport
     that lags, `collect` consumes the round that `issue` began a step ago; over one that blocks, it
     does the whole round and `issue` does nothing. Every rank calls both at every step, and `reset`
-    at the same steps. Belongs to the scheduler thread.
+    at the same steps. Belongs to the scheduler thread, and not to a child that its process forks.
 
     counters: the queues. How many there are fixes the length of a round.
     transport: of `payload_length(len(counters))` values, over the ranks of this stage.
@@ -110,6 +112,7 @@ class AckReducer:
         self._force_every = force_every
         self._log_every = log_every
         self._round: _Round | None = None
+        self._process = os.getpid()
         self._skipped = 0
         self._steps = self._rounds = self._skips = self._forced = 0
         self._spent_ns = self._logged_ns = 0
@@ -124,6 +127,7 @@ class AckReducer:
         Raises AgreementError where the ranks cannot go on alike, or one is missing.
         """
         begin = perf_counter_ns()
+        self._check_process()
         self._steps += 1
         if self._transport.lag == 0:
             self._begin()
@@ -136,12 +140,14 @@ class AckReducer:
     def issue(self) -> None:
         """Count what is left, after what `collect` returned has been taken."""
         begin = perf_counter_ns()
+        self._check_process()
         if self._transport.lag > 0:
             self._begin()
         self._spent_ns += perf_counter_ns() - begin
 
     def reset(self) -> None:
         """Consume what is in flight, whatever it says, and count from here. On every rank alike."""
+        self._check_process()
         in_flight, self._round = self._round, None
         if in_flight is not None and not self._follows:
             self._transport.collect()
@@ -163,6 +169,14 @@ class AckReducer:
             self._steps, self._rounds, self._skips, self._forced, self._spent_ns / 1000
         )
 
+    def _check_process(self) -> None:
+        # The threads of a process group are not there in a forked child: it would wait for ever.
+        if os.getpid() != self._process:
+            raise KVBurstError(
+                f"agreement: it belongs to process {self._process}, and not to process "
+                f"{os.getpid()} that was forked from it"
+            )
+
     # --- a round ---------------------------------------------------------------------------
 
     def _begin(self) -> None:
@@ -170,16 +184,16 @@ class AckReducer:
             raise KVBurstError("issue: a round is in flight already, `collect` it first")
         if not self._follows and not self._is_due():
             return
-        digest = self._digest()
+        digest = index(self._digest())
         if not -_MAX <= digest <= _MAX:
             raise KVBurstError(f"digest: {digest} must be {-_MAX} to {_MAX}")
-        if self._follows:
-            self._round = _Round(self._steps, digest)
-            return
+        # A follower's numbers go nowhere, but its counters must look when the leader's do.
         reports = [counter.report(self._peers.rank) for counter in self._counters]
         failures = tuple(one for report in reports for one in report.failures)
-        self._round = _Round(self._steps, digest, failures)
-        self._issue([report.number for report in reports], self._round)
+        current = _Round(self._steps, digest, failures)
+        if not self._follows:
+            self._issue([report.number for report in reports], current)
+        self._round = current
 
     def _is_due(self) -> bool:
         if self._idle is None or not self._idle():
@@ -288,7 +302,7 @@ class AckReducer:
             here = [*(one.text for one in current.failures), *current.problems]
             raise AgreementError(
                 f"step {current.step}: some rank cannot go on, and asking which one failed: "
-                f"{str(error).splitlines()[0]}; on rank {self._peers.rank}, "
+                f"{first_line(error)}; on rank {self._peers.rank}, "
                 f"{'; '.join(here) or 'nothing is wrong'}",
                 failures=current.failures,
             ) from error

@@ -6,7 +6,7 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
-from kvburst.agreement.errors import AgreementError, Failure
+from kvburst.agreement.errors import AgreementError, Failure, first_line
 
 # One of our own, so that these never meet what the server itself sends over the group.
 _TAG = 7301
@@ -114,6 +114,6 @@ class PipelineStages:
     def _failed(self, what: str, rank: int, error: RuntimeError) -> AgreementError:
         return AgreementError(
             f"pipeline stage {self._stage}: {what}, it has ended or did not come within the "
-            f"group's timeout: {str(error).splitlines()[0]}",
+            f"group's timeout: {first_line(error)}",
             ranks=[rank],
         )

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from kvburst._core import BoardError, StepBoard
-from kvburst.agreement.errors import AgreementError
+from kvburst.agreement.errors import AgreementError, first_line
 from kvburst.agreement.groups import ranks_text
 
 TransportName = Literal["blocking", "pipelined", "board"]
@@ -77,7 +77,7 @@ class _Round:
     def failed(self, collective: Collective, error: RuntimeError) -> AgreementError:
         return AgreementError(
             f"round {self.number}: {collective} failed, a rank has ended or did not come within "
-            f"the group's timeout: {str(error).splitlines()[0]}"
+            f"the group's timeout: {first_line(error)}"
         )
 
 
