@@ -4,9 +4,11 @@ import logging
 import os
 import random
 import signal
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -463,6 +465,23 @@ def stage_behind(queued: int, ready: int, failing: bool, leaders: int) -> Any:
     reducer.issue()
     reducer.close()
     return retired, [event.waits for event in events], len(queue)
+
+
+def leaders_leave(said: Path) -> Any:
+    """The first stage stops after its last poll and ends; the second polls when that began."""
+    leads = dist.get_rank() < 2
+    rig = make_rig(HostDevice(), agreement=Agreement(groups=groups_of("pp"), transport="blocking"))
+    rig.controller.write(rig.take(), node_id=7)
+    rig.settle()
+    if not leads:
+        while len(list(said.iterdir())) < 2:
+            time.sleep(0.01)
+    retired = [ack.node_ids for ack in rig.controller.poll()]
+    if leads:
+        (said / str(dist.get_rank())).touch()
+        rig.controller.stop()
+        os.kill(os.getpid(), signal.SIGKILL)
+    return retired
 
 
 def a_rank_gets(

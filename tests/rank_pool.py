@@ -4,7 +4,7 @@ import multiprocessing
 import os
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -59,15 +59,17 @@ class RankPool:
             assert not isinstance(result, Raised), f"rank {rank}: {result.stack}"
         return results
 
-    def outcomes(self, body: Callable[..., Any], *args: Any, gone: int | None = None) -> list[Any]:
-        """As `run`, but ranks may raise; `gone` does not answer, which gives None."""
+    def outcomes(
+        self, body: Callable[..., Any], *args: Any, gone: Collection[int] = ()
+    ) -> list[Any]:
+        """As `run`, but ranks may raise; those `gone` do not answer, which gives None."""
         for pipe, process in zip(self._pipes, self._processes, strict=True):
             if process.is_alive():
                 pipe.send((body, args))
         deadline = time.monotonic() + self._patience
         results = []
         for rank, pipe in enumerate(self._pipes):
-            if rank == gone:
+            if rank in gone:
                 results.append(None)
                 continue
             if not pipe.poll(max(0.0, deadline - time.monotonic())):

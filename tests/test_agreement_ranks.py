@@ -363,7 +363,7 @@ def test_rank_that_is_killed_is_an_error_on_the_others(
     own_pool: RankPool, transport: TransportName
 ) -> None:
     outcomes = own_pool.outcomes(
-        scenarios.a_rank_gets, signal.SIGKILL, 2, transport, "tp", 2.0, gone=2
+        scenarios.a_rank_gets, signal.SIGKILL, 2, transport, "tp", 2.0, gone=(2,)
     )
     check_survivors(outcomes, transport)
 
@@ -371,7 +371,7 @@ def test_rank_that_is_killed_is_an_error_on_the_others(
 def test_rank_killed_while_the_agreement_is_set_up_is_an_error_on_the_others(
     own_pool: RankPool,
 ) -> None:
-    outcomes = own_pool.outcomes(scenarios.killed_in_set_up, 2, gone=2)
+    outcomes = own_pool.outcomes(scenarios.killed_in_set_up, 2, gone=(2,))
     for rank in (0, 1, 3):
         assert outcomes[rank].type == "AgreementError"
         assert "one has ended or did not come within the group's timeout" in outcomes[rank].text
@@ -382,7 +382,7 @@ def test_rank_that_is_stopped_is_an_error_after_the_timeout(
     own_pool: RankPool, transport: TransportName
 ) -> None:
     outcomes = own_pool.outcomes(
-        scenarios.a_rank_gets, signal.SIGSTOP, 2, transport, "tp", 2.0, gone=2
+        scenarios.a_rank_gets, signal.SIGSTOP, 2, transport, "tp", 2.0, gone=(2,)
     )
     check_survivors(outcomes, transport)
 
@@ -406,8 +406,17 @@ def test_rank_of_the_first_stage_that_is_killed_ends_every_stage(
     own_pool: RankPool, transport: TransportName
 ) -> None:
     outcomes = own_pool.outcomes(
-        scenarios.a_rank_gets, signal.SIGKILL, 0, transport, "pp", 2.0, gone=0
+        scenarios.a_rank_gets, signal.SIGKILL, 0, transport, "pp", 2.0, gone=(0,)
     )
     assert {outcome.type for outcome in outcomes[1:]} == {"AgreementError"}
     assert max(outcome.after for outcome in outcomes[1:]) < 2 * 2.0 + 10
     assert outcomes[2].text.startswith("pipeline stage 1: no numbers from rank 0, it has ended or")
+
+
+def test_stage_that_stops_after_its_last_poll_leaves_its_numbers_behind(
+    own_pool: RankPool, tmp_path: Path
+) -> None:
+    said = tmp_path / "said"
+    said.mkdir()
+    outcomes = own_pool.outcomes(scenarios.leaders_leave, said, gone=(0, 1))
+    assert outcomes[2:] == [[[7]], [[7]]]

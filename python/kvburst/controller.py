@@ -325,7 +325,8 @@ class BurstController:
     def stop(self, timeout: float = 10.0) -> None:
         """End the threads once what is submitted is issued, within `timeout` seconds.
 
-        Does not wait for the copies: `drain` does.
+        Does not wait for the copies: `drain` does. Where ranks agree in pipeline stages it waits
+        until the next stage has the numbers of the last `poll`, at most for the group's timeout.
         After that bursts are issued inline. Raises BurstError if a thread is stuck in the driver
         for longer: what is not issued has then failed, and submissions raise. May be called again.
         """
@@ -335,6 +336,8 @@ class BurstController:
             raise BurstError(
                 f"stop: an issuer is still stuck in the driver after {timeout} s, it is left behind"
             )
+        if self._reducer is not None:
+            self._reducer.hand_over()
 
     def stats(self) -> ControllerStats:
         """What the bursts retired so far took."""

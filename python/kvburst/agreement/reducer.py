@@ -155,12 +155,19 @@ class AckReducer:
             counter.reset()
         self._skipped = 0
 
+    def hand_over(self) -> None:
+        """Block until the next pipeline stage has the last numbers, at most its group's timeout.
+
+        A rank that leaves without that may take them with it.
+        """
+        if self._stages is not None:
+            self._stages.hand_over()
+
     def close(self) -> None:
         """End taking part, on every rank at the same point; later stages get the last numbers."""
         self._round = None
         try:
-            if self._stages is not None:
-                self._stages.close()
+            self.hand_over()
         finally:
             self._transport.close()
 

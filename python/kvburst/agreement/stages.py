@@ -36,7 +36,7 @@ class Stages(Protocol):
         """By a follower, once the numbers say that the leader raises."""
         ...
 
-    def close(self) -> None:
+    def hand_over(self) -> None:
         """Wait until the next stage has what was handed on last."""
         ...
 
@@ -89,7 +89,7 @@ class PipelineStages:
             sent, self._sent = self._sent, None
             sent[0].wait()
 
-    def close(self) -> None:
+    def hand_over(self) -> None:
         # A send whose `Work` is dropped may never arrive.
         try:
             self._wait_for_hand_over()
