@@ -55,6 +55,7 @@ PYBIND11_MODULE(_core, module) {
       .def_readonly("cuda_reason", &BuildInfo::cuda_reason, "Why with, or why without.");
   module.def("build_info", [] { return BuildInfo(); }, "How this module was built.");
   bind_devices(module);
+  bind_cuda(module);
   bind_plans(module);
   bind_bursts(module);
   bind_agreement(module);

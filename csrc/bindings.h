@@ -85,12 +85,18 @@ struct BoundStream {
   std::shared_ptr<Stream> owner;
 };
 
+/// The same of an event.
 struct BoundEvent {
   std::shared_ptr<Device> device;
-  std::shared_ptr<Event> event;
-
-  EventHandle handle() const { return event->handle(); }
+  EventHandle handle;
+  std::shared_ptr<Event> owner;
 };
+
+inline BoundEvent new_event(const std::shared_ptr<Device>& device) {
+  auto owner = std::make_shared<Event>(device);
+  const EventHandle handle = owner->handle();
+  return {device, handle, std::move(owner)};
+}
 
 /// A handle is a number that another device may have given out too.
 inline StreamHandle handle_on(const BoundStream& stream, const Device& device) {
@@ -103,10 +109,10 @@ inline StreamHandle handle_on(const BoundStream& stream, const Device& device) {
 
 inline EventHandle handle_on(const BoundEvent& event, const Device& device) {
   if (event.device.get() != &device) {
-    throw DeviceError(text("event: handle ", event.handle(), " is of another device, '",
+    throw DeviceError(text("event: handle ", event.handle, " is of another device, '",
                            event.device->name(), "'"));
   }
-  return event.handle();
+  return event.handle;
 }
 
 inline StreamHandle handle_or_current(const BoundStream* stream, Device& device) {
@@ -119,10 +125,20 @@ struct BoundPages {
   std::vector<std::string> pool_names;
 };
 
+/// A Python object that native code keeps, and may let go of without the GIL.
+inline std::shared_ptr<PyObject> kept(py::object object) {
+  return {object.release().ptr(), [](PyObject* pointer) {
+            const py::gil_scoped_acquire locked;
+            Py_DECREF(pointer);
+          }};
+}
+
 /// The reasons that occurred, in words, and the copies they cost.
 std::map<std::string, std::int64_t> fallbacks(const CopyCount& count);
 
 void bind_devices(py::module_& module);
+/// After `bind_devices`.
+void bind_cuda(py::module_& module);
 void bind_plans(py::module_& module);
 void bind_bursts(py::module_& module);
 void bind_agreement(py::module_& module);

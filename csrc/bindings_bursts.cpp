@@ -17,14 +17,6 @@ struct BurstEvent {
   EventHandle handle() const { return (is_finish ? burst->finish : burst->start).handle(); }
 };
 
-/// A Python object that native code keeps, and may let go of without the GIL.
-std::shared_ptr<const void> kept(py::object object) {
-  return {object.release().ptr(), [](PyObject* pointer) {
-            const py::gil_scoped_acquire locked;
-            Py_DECREF(pointer);
-          }};
-}
-
 /// What a burst came to, or nothing yet: another thread may be writing it.
 IssueTally outcome(const Burst& burst) { return burst.settled() ? burst.tally : IssueTally{}; }
 

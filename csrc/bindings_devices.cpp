@@ -1,55 +1,66 @@
+#include <functional>
 #include <optional>
+#include <tuple>
+#include <utility>
+#include <vector>
 
 #include "bindings.h"
+#include "core/compute_device.h"
 #include "host/host_device.h"
 #include "host/null_device.h"
 
 namespace kvburst::bindings {
 namespace {
 
+using CopyTuple =
+    std::tuple<std::uintptr_t, std::uintptr_t, std::size_t, std::size_t, std::size_t, std::size_t>;
+
 /// Holds a stream until it is released, at the latest when nobody refers to it any more: a stalled
 /// stream that nobody can release would never end.
 class Stall {
  public:
-  explicit Stall(std::shared_ptr<Mark> mark) : mark_(std::move(mark)) {}
-  Stall(Stall&& other) noexcept = default;
+  explicit Stall(std::function<void()> let_go) : let_go_(std::move(let_go)) {}
+  Stall(Stall&& other) noexcept : let_go_(std::exchange(other.let_go_, nullptr)) {}
   Stall& operator=(Stall&&) = delete;
   ~Stall() { release(); }
 
   void release() {
-    if (mark_) mark_->reach(now());
-    mark_.reset();
+    if (const auto let_go = std::exchange(let_go_, nullptr)) let_go();
   }
 
  private:
-  std::shared_ptr<Mark> mark_;
+  std::function<void()> let_go_;
 };
 
-std::shared_ptr<HostDevice> host_of(const BoundStream& stream) {
-  auto host = std::dynamic_pointer_cast<HostDevice>(stream.device);
-  if (!host) {
-    throw DeviceError(text("stream: the current stream of the device '", stream.device->name(),
-                           "' is set by its framework"));
+std::shared_ptr<ComputeDevice> compute_of(const BoundStream& stream) {
+  auto device = std::dynamic_pointer_cast<ComputeDevice>(stream.device);
+  if (!device) {
+    throw DeviceError(
+        text("stream: on the device '", stream.device->name(), "' nothing but bursts can run"));
   }
-  return host;
+  return device;
 }
 
 void bind_limits(py::module_& module) {
   py::class_<CopyLimits>(module, "CopyLimits", R"(What a device accepts in one call.
 
 The planner keeps to it and the device refuses the rest. ``max_pitch`` in bytes.
-``tall_copies=False`` forbids copies of more than one row.)")
-      .def(py::init([](std::int64_t max_pitch, std::int64_t copies_per_call, bool tall_copies) {
+``tall_copies=False`` forbids copies of more than one row; ``pinned_only=True`` forbids host pools
+that are not pinned, and is always so on a GPU.)")
+      .def(py::init([](std::int64_t max_pitch, std::int64_t copies_per_call, bool tall_copies,
+                       bool pinned_only) {
              return CopyLimits{whole_number<std::size_t>("max_pitch", max_pitch, 1),
                                whole_number<std::size_t>("copies_per_call", copies_per_call, 1),
-                               tall_copies};
+                               tall_copies, pinned_only};
            }),
            py::kw_only(), py::arg("max_pitch") = CopyLimits{}.max_pitch,
            py::arg("copies_per_call") = CopyLimits{}.copies_per_call,
-           py::arg("tall_copies") = CopyLimits{}.tall_copies)
+           py::arg("tall_copies") = CopyLimits{}.tall_copies,
+           py::arg("pinned_only") = CopyLimits{}.pinned_only)
       .def_readonly("max_pitch", &CopyLimits::max_pitch)
       .def_readonly("copies_per_call", &CopyLimits::copies_per_call)
-      .def_readonly("tall_copies", &CopyLimits::tall_copies);
+      .def_readonly("tall_copies", &CopyLimits::tall_copies)
+      .def_readonly("pinned_only", &CopyLimits::pinned_only);
 
   py::class_<LinkModel>(module, "LinkModel", R"(A modelled link between host and device.
 
@@ -82,34 +93,34 @@ simulated, and must say so.)")
 
 void bind_streams(py::module_& module, py::class_<BoundEvent>& event,
                   py::class_<BoundStream>& stream) {
-  event.def_property_readonly("handle", &BoundEvent::handle)
+  event.def_readonly("handle", &BoundEvent::handle)
       .def(
           "record",
           [](const BoundEvent& self, const BoundStream* stream) {
-            self.device->record(self.handle(), handle_or_current(stream, *self.device));
+            self.device->record(self.handle, handle_or_current(stream, *self.device));
           },
           py::arg("stream") = nullptr,
           "Makes the event stand for this point of `stream` (default: the current one).")
       .def(
           "wait",
           [](const BoundEvent& self, const BoundStream* stream) {
-            self.device->wait(handle_or_current(stream, *self.device), self.handle());
+            self.device->wait(handle_or_current(stream, *self.device), self.handle);
           },
           py::arg("stream") = nullptr,
           "Orders `stream` behind the event as recorded now; of no effect if it never was.")
       .def(
-          "query", [](const BoundEvent& self) { return self.device->query(self.handle()); },
+          "query", [](const BoundEvent& self) { return self.device->query(self.handle); },
           "True if the event has been reached, or was never recorded.")
       .def(
           "synchronize",
           [](const BoundEvent& self) {
-            without_gil([&] { self.device->synchronize(self.handle()); });
+            without_gil([&] { self.device->synchronize(self.handle); });
           },
           "Blocks this thread until it is reached.")
       .def(
           "elapsed_time",
           [](const BoundEvent& self, const BoundEvent& end) {
-            return self.device->elapsed_ms(self.handle(), handle_on(end, *self.device));
+            return self.device->elapsed_ms(self.handle, handle_on(end, *self.device));
           },
           py::arg("end"),
           "Milliseconds from this event to `end`. Both must have been recorded and reached.");
@@ -132,14 +143,15 @@ void bind_streams(py::module_& module, py::class_<BoundEvent>& event,
       .def(
           "record_event",
           [](const BoundStream& self, std::optional<BoundEvent> event) {
-            if (!event) event = BoundEvent{self.device, std::make_shared<Event>(self.device)};
+            if (!event) event = new_event(self.device);
             self.device->record(handle_on(*event, *self.device), self.handle);
             return *event;
           },
           py::arg("event") = py::none(),
           "Makes `event` (default: a new one), which is returned, stand for this point.")
       .def(
-          "query", [](const BoundStream& self) { return host_of(self)->query_stream(self.handle); },
+          "query",
+          [](const BoundStream& self) { return compute_of(self)->query_stream(self.handle); },
           "True if all work on the stream is done.")
       .def(
           "synchronize",
@@ -151,12 +163,13 @@ void bind_streams(py::module_& module, py::class_<BoundEvent>& event,
           "__enter__",
           [](const py::object& self) {
             const auto& stream = self.cast<const BoundStream&>();
-            host_of(stream)->push_current_stream(stream.handle);
+            compute_of(stream)->push_current_stream(stream.handle);
             return self;
           },
           "Makes it this thread's current stream.")
-      .def("__exit__",
-           [](const BoundStream& self, const py::args&) { host_of(self)->pop_current_stream(); });
+      .def("__exit__", [](const BoundStream& self, const py::args&) {
+        compute_of(self)->pop_current_stream();
+      });
 
   py::class_<Stall>(module, "Stall", "Holds a stream until it is released, or forgotten.")
       .def("release", &Stall::release);
@@ -177,38 +190,48 @@ Recording it again does not move the waits already enqueued on it.)");
 Destroyed, once its work is done, with the last reference to it.)");
   bind_streams(module, event, stream);
 
-  py::class_<Device, std::shared_ptr<Device>>(module, "Device")
-      .def_property_readonly("name", &Device::name);
-  py::class_<HostDevice, Device, std::shared_ptr<HostDevice>>(
-      module, "HostDevice", R"(Host memory plays both tiers; streams are threads.
+  py::class_<Device, std::shared_ptr<Device>>(module, "Device", R"(What bursts run on.
 
-A real asynchronous device with CUDA's ordering: whatever no stream and no event orders, races.
-Torch's own CPU operations are not on its streams: they run at once, on the thread that calls them.)")
-      .def(py::init([](std::optional<LinkModel> link, std::optional<CopyLimits> limits) {
-             return make_waiting<HostDevice>(link, limits.value_or(CopyLimits{}));
-           }),
-           py::kw_only(), py::arg("link") = py::none(), py::arg("limits") = py::none())
-      .def_property_readonly("link", &HostDevice::link)
-      .def_property_readonly("limits", &HostDevice::limits)
+Any thread may use it.)")
+      .def_property_readonly("name", &Device::name)
+      .def_property_readonly("limits", &Device::limits)
       .def(
           "current_stream",
-          [](const std::shared_ptr<HostDevice>& self) {
+          [](const std::shared_ptr<Device>& self) {
             return BoundStream{self, self->current_stream(), nullptr};
           },
-          "This thread's current stream: the innermost `with stream:`, else the default one.")
+          R"(This thread's current stream: the innermost `with stream:`, else the default one.
+
+Where torch computes on the device, torch's.)")
       .def("new_stream",
-           [](const std::shared_ptr<HostDevice>& self) {
+           [](const std::shared_ptr<Device>& self) {
              auto owner = make_waiting<Stream>(self);
              const StreamHandle handle = owner->handle();
              return BoundStream{self, handle, std::move(owner)};
            })
-      .def("new_event",
-           [](const std::shared_ptr<HostDevice>& self) {
-             return BoundEvent{self, std::make_shared<Event>(self)};
-           })
+      .def("new_event", &new_event)
+      .def(
+          "transfer",
+          [](Device& self, const BoundStream& stream, const std::string& direction,
+             const std::vector<CopyTuple>& copies) {
+            std::vector<Copy> call;
+            for (const auto& [dst, src, width, height, dst_pitch, src_pitch] : copies) {
+              call.push_back({dst, src, width, height, dst_pitch, src_pitch});
+            }
+            const Direction towards = direction_of(direction);
+            without_gil([&] { self.copy(handle_on(stream, self), towards, call); });
+          },
+          py::arg("stream"), py::arg("direction"), py::arg("copies"),
+          R"(Enqueues copies between the tiers, outside any burst, in one call.
+
+Each is (dst, src, width, height, dst_pitch, src_pitch), addresses and bytes, as a plan has them.
+The memory must stay until they are done.)");
+
+  py::class_<ComputeDevice, Device, std::shared_ptr<ComputeDevice>>(
+      module, "ComputeDevice", "A device on which a forward can run, or what stands for one.")
       .def(
           "copy",
-          [](HostDevice& self, const BoundStream& stream, std::uintptr_t dst, std::uintptr_t src,
+          [](ComputeDevice& self, const BoundStream& stream, std::uintptr_t dst, std::uintptr_t src,
              std::size_t width, std::size_t height, std::size_t dst_pitch, std::size_t src_pitch) {
             self.copy_on_device(handle_on(stream, self),
                                 {dst, src, width, height, dst_pitch, src_pitch});
@@ -220,34 +243,47 @@ Torch's own CPU operations are not on its streams: they run at once, on the thre
 Counted nowhere and slowed by no link. The memory must stay until it is done.)")
       .def(
           "fill",
-          [](HostDevice& self, const BoundStream& stream, std::uintptr_t dst, std::uint8_t value,
+          [](ComputeDevice& self, const BoundStream& stream, std::uintptr_t dst, std::uint8_t value,
              std::size_t size) { self.fill(handle_on(stream, self), dst, value, size); },
           py::arg("stream"), py::arg("dst"), py::arg("value"), py::arg("size"),
-          "Enqueues setting `size` bytes from address `dst` on to `value`.")
+          "Enqueues setting `size` bytes of the device from address `dst` on to `value`.")
       .def(
           "busy",
-          [](HostDevice& self, const BoundStream& stream, double microseconds) {
+          [](ComputeDevice& self, const BoundStream& stream, double microseconds) {
             self.busy(handle_on(stream, self), microseconds);
           },
           py::arg("stream"), py::arg("microseconds"), "Occupies the stream as a kernel would.")
       .def(
           "stall",
-          [](HostDevice& self, const BoundStream& stream) {
-            return Stall(self.stall(handle_on(stream, self)));
+          [](ComputeDevice& self, const BoundStream& stream) {
+            return Stall(self.hold(handle_on(stream, self)));
           },
           py::arg("stream"), py::keep_alive<0, 1>(), py::keep_alive<0, 2>(),
-          "Holds the stream at this point until the returned stall is released, or forgotten.")
+          R"(Holds the stream at this point until the returned stall is released, or forgotten.
+
+On a GPU two minutes at most.)")
       .def(
-          "synchronize", [](HostDevice& self) { without_gil([&] { self.synchronize(); }); },
-          "Blocks this thread until all streams are done.")
-      .def("fail_copy_call", &HostDevice::fail_copy_call, py::arg("nth"),
+          "synchronize", [](ComputeDevice& self) { without_gil([&] { self.synchronize(); }); },
+          "Blocks this thread until all streams of the device are done, and the current one.")
+      .def("fail_copy_call", &ComputeDevice::fail_copy_call, py::arg("nth"),
            "Makes the `nth` call that copies between the tiers, from now on, fail. For tests.")
       .def(
           "counters",
-          [](const HostDevice& self, const std::string& direction) {
+          [](const ComputeDevice& self, const std::string& direction) {
             return self.counters(direction_of(direction));
           },
           py::arg("direction"));
+
+  py::class_<HostDevice, ComputeDevice, std::shared_ptr<HostDevice>>(
+      module, "HostDevice", R"(Host memory plays both tiers; streams are threads.
+
+A real asynchronous device with CUDA's ordering: whatever no stream and no event orders, races.
+Torch's own CPU operations are not on its streams: they run at once, on the thread that calls them.)")
+      .def(py::init([](std::optional<LinkModel> link, std::optional<CopyLimits> limits) {
+             return make_waiting<HostDevice>(link, limits.value_or(CopyLimits{}));
+           }),
+           py::kw_only(), py::arg("link") = py::none(), py::arg("limits") = py::none())
+      .def_property_readonly("link", &HostDevice::link);
 
   py::class_<NullDevice, Device, std::shared_ptr<NullDevice>>(
       module, "NullDevice", R"(Accepts every call and moves nothing.
@@ -256,11 +292,7 @@ What remains of a burst is the cost of planning and issuing it. For benchmarks.)
       .def(py::init([](std::optional<CopyLimits> limits) {
              return std::make_shared<NullDevice>(limits.value_or(CopyLimits{}));
            }),
-           py::kw_only(), py::arg("limits") = py::none())
-      .def_property_readonly("limits", &NullDevice::limits)
-      .def("current_stream", [](const std::shared_ptr<NullDevice>& self) {
-        return BoundStream{self, self->current_stream(), nullptr};
-      });
+           py::kw_only(), py::arg("limits") = py::none());
 }
 
 }  // namespace kvburst::bindings

@@ -7,9 +7,10 @@ from typing import Literal
 
 import torch
 
-from kvburst import Burst, BurstController, HostDevice, PageAllocator, Pool
+from kvburst import Burst, BurstController, ComputeDevice, PageAllocator, Pool
+from kvburst.cuda import tier_memory
 from kvburst.geometries import PoolSpec
-from kvburst.pools import DevicePool, HostLayout, HostPool
+from kvburst.pools import DevicePool, HostLayout, HostPool, Pinned
 
 CANARY = 0xC7
 SCRIBBLE = 0x5C
@@ -19,17 +20,32 @@ IndexForm = Callable[[torch.Tensor], torch.Tensor]
 
 
 class CanaryMemory:
-    """Gives memory as `allocate_host` does, full of canaries and with more on either side."""
+    """Gives memory of a device's two tiers, full of canaries and with more on either side."""
 
     MARGIN = 192
 
-    def __init__(self) -> None:
+    def __init__(self, device: ComputeDevice) -> None:
+        tiers = tier_memory(device)
+        self.pin = tiers.pin
+        self._device_memory = tiers.device
         self._pieces: list[torch.Tensor] = []
+        self._pinned: list[Pinned] = []
 
-    def __call__(self, nbytes: int) -> torch.Tensor:
-        piece = torch.full((nbytes + 2 * self.MARGIN,), CANARY, dtype=torch.uint8)
-        self._pieces.append(piece)
+    def device(self, nbytes: int) -> torch.Tensor:
+        return self._between(self._device_memory(nbytes + 2 * self.MARGIN))
+
+    def host(self, nbytes: int) -> torch.Tensor:
+        return self._between(torch.empty(nbytes + 2 * self.MARGIN, dtype=torch.uint8))
+
+    def _between(self, piece: torch.Tensor) -> torch.Tensor:
+        self._pieces.append(piece.fill_(CANARY))
         return piece[self.MARGIN : -self.MARGIN]
+
+    def registrations(self, *parts: torch.Tensor) -> list[tuple[int, int]]:
+        """Host memory in parts that are registered one by one, as a caller does who pins it."""
+        if self.pin is not None:
+            self._pinned += [self.pin(part, part.nbytes) for part in parts]
+        return [(part.data_ptr(), part.nbytes) for part in parts]
 
     def is_untouched_outside(self) -> bool:
         return all(
@@ -43,7 +59,7 @@ class CanaryMemory:
 class Tiers:
     """Pools on a device and their controller. Free pages are scattered over both tiers."""
 
-    device: HostDevice
+    device: ComputeDevice
     pools: Sequence[Pool]
     controller: BurstController
     device_pages: PageAllocator
@@ -85,7 +101,9 @@ def make_pools(
     host_pages: int,
     layout: HostLayout = "page_first_direct",
     one_allocation: bool = True,
+    pinned: bool = True,
 ) -> list[Pool]:
+    """The host tier is pinned, where the device needs that, unless the caller will."""
     pools = []
     for spec in specs:
         device = DevicePool.allocate(
@@ -93,15 +111,21 @@ def make_pools(
             pages=device_pages,
             page_size=page_size,
             one_allocation=one_allocation,
-            memory=memory,
+            memory=memory.device,
         )
-        host = HostPool.allocate(device, pages=host_pages, layout=layout, memory=memory)
+        host = HostPool.allocate(
+            device,
+            pages=host_pages,
+            layout=layout,
+            memory=memory.host,
+            pin=memory.pin if pinned else None,
+        )
         pools.append(Pool.pair(device, host))
     return pools
 
 
 def make_tiers(
-    device: HostDevice, pools: Sequence[Pool], memory: CanaryMemory, **options: object
+    device: ComputeDevice, pools: Sequence[Pool], memory: CanaryMemory, **options: object
 ) -> Tiers:
     """`options` are the controller's."""
     page_size = pools[0].page_size
@@ -155,7 +179,7 @@ def device_bytes(pool: Pool, layer: int, pages: Sequence[int]) -> torch.Tensor:
     """A copy of the bytes `[pages, page_bytes]` of a model layer, found without the layout."""
     tensor = pool.device.layers[pool.device.layer_ids.index(layer)]
     rows = tensor.reshape(-1).view(torch.uint8).view(pool.device.pages, pool.device.page_bytes)
-    return rows[list(pages)]
+    return rows[list(pages)].cpu()
 
 
 def host_bytes(pool: Pool, layer: int, pages: Sequence[int]) -> torch.Tensor:

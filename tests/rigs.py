@@ -12,14 +12,15 @@ import torch
 
 from kvburst import (
     BurstController,
+    ComputeDevice,
     DevicePool,
-    HostDevice,
     HostPool,
-    LinkModel,
     PageAllocator,
     Pool,
     Stream,
 )
+from kvburst._core import BurstEvent
+from kvburst.cuda import tier_memory
 
 Mode = Literal["thread", "inline"]
 
@@ -29,16 +30,12 @@ LAYERS = 8
 ROW = 16
 """Bytes of a slot and layer."""
 
-# With one copy queued, the call that would queue a second waits for the first: on a stream that is
-# held up, whoever issues is stuck in the driver.
-SHALLOW = LinkModel(gigabytes_per_second=1000, queue_depth=1)
-
 
 @dataclass(frozen=True)
 class Rig:
     """Pools "kv", of 8 layers, and "index_k", of layers 0, 3 and 6, which move the same pages."""
 
-    device: HostDevice
+    device: ComputeDevice
     controller: BurstController
     pools: Sequence[Pool]
     device_pages: PageAllocator
@@ -75,9 +72,9 @@ class Rig:
         for pool in self.pools:
             bytes_ = pool.device.page_bytes
             for layer in pool.device.layers:
-                for page in _page_ids(slots):
-                    address = layer.data_ptr() + page * bytes_
-                    self.device.fill(stream, address, value, bytes_)
+                for first, count in _runs(_page_ids(slots)):
+                    address = layer.data_ptr() + first * bytes_
+                    self.device.fill(stream, address, value, count * bytes_)
 
     def found_on_device(self, slots: torch.Tensor) -> set[int]:
         """Every byte value in these pages, all pools and layers."""
@@ -122,14 +119,21 @@ class Rig:
 
 
 def make_rig(
-    device: HostDevice, mode: Mode = "thread", *, pages: int = 32, **options: object
+    device: ComputeDevice, mode: Mode = "thread", *, pages: int = 32, **options: object
 ) -> Rig:
     """`pages` on either tier; `options` are the controller's."""
     pools = []
     for name, layer_ids in (("kv", range(LAYERS)), ("index_k", (0, 3, 6))):
-        layers = torch.zeros(len(layer_ids), pages * PAGE, ROW, dtype=torch.uint8)
-        on_device = DevicePool.from_layers(name, layers, page_size=PAGE, layer_ids=list(layer_ids))
-        pools.append(Pool.pair(on_device, HostPool.allocate(on_device, pages=pages)))
+        memory = tier_memory(device)
+        layers = memory.device(len(layer_ids) * pages * PAGE * ROW)
+        on_device = DevicePool.from_layers(
+            name,
+            layers.view(len(layer_ids), pages * PAGE, ROW),
+            page_size=PAGE,
+            layer_ids=list(layer_ids),
+        )
+        on_host = HostPool.allocate(on_device, pages=pages, pin=memory.pin)
+        pools.append(Pool.pair(on_device, on_host))
     device_pages = PageAllocator(name="device tier", pages=pages, page_size=PAGE, order="lifo")
     host_pages = PageAllocator(name="host tier", pages=pages, page_size=PAGE, order="fifo")
     controller = BurstController(
@@ -149,6 +153,17 @@ def page_slots(*pages: int) -> torch.Tensor:
 
 def _page_ids(slots: torch.Tensor) -> list[int]:
     return (slots[::PAGE] // PAGE).tolist()
+
+
+def _runs(pages: Sequence[int]) -> list[tuple[int, int]]:
+    """First page and length of each run of neighbours: a stream's queue takes only so much."""
+    runs: list[tuple[int, int]] = []
+    for page in sorted(pages):
+        if runs and sum(runs[-1]) == page:
+            runs[-1] = (runs[-1][0], runs[-1][1] + 1)
+        else:
+            runs.append((page, 1))
+    return runs
 
 
 # --- threads that block --------------------------------------------------------------------------
@@ -193,6 +208,15 @@ def quiesce() -> None:
     while quiet < 5:
         quiet = quiet + 1 if _others_sleep() else 0
         os.sched_yield()
+
+
+def is_reached(event: BurstEvent) -> bool:
+    """Whether it is, once all that can run has run. A driver may be so late that only the question
+    makes it do the work, so it is asked twice."""
+    quiesce()
+    event.query()
+    quiesce()
+    return event.query()
 
 
 def thread_state(task: Path) -> str:

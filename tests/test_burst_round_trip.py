@@ -1,7 +1,5 @@
 """Bursts through the controller: the right bytes arrive, and nothing else changes."""
 
-from collections.abc import Callable
-
 import pytest
 import torch
 from burst_helpers import (
@@ -20,8 +18,9 @@ from burst_helpers import (
     page_slots,
     round_trip,
 )
+from devices import MakeDevice, to_device
 
-from kvburst import CopyLimits, HostDevice, PageError, Pool, PoolTransfer
+from kvburst import ComputeDevice, CopyLimits, PageError, Pool, PoolTransfer
 from kvburst.geometries import GEOMETRIES, Geometry, PoolSpec
 from kvburst.pools import DevicePool, HostLayout, HostPool
 
@@ -33,14 +32,14 @@ KV_AND_INDEX_K = (
 
 
 def small_tiers(
-    device: HostDevice,
+    device: ComputeDevice,
     specs: tuple[PoolSpec, ...] = KV_AND_INDEX_K,
     *,
     device_pages: int = 24,
     host_pages: int = 24,
     **options: object,
 ) -> Tiers:
-    memory = CanaryMemory()
+    memory = CanaryMemory(device)
     pools = make_pools(
         specs, memory, page_size=PAGE, device_pages=device_pages, host_pages=host_pages
     )
@@ -105,14 +104,14 @@ def as_allocated(slots: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("geometry", GEOMETRIES, ids=lambda geometry: geometry.name)
 def test_pages_come_back_bit_exact_whatever_the_indices_look_like(
-    device: HostDevice,
+    device: ComputeDevice,
     geometry: Geometry,
     layout: HostLayout,
     one_allocation: bool,
     form: IndexForm,
     dtype: torch.dtype,
 ) -> None:
-    memory = CanaryMemory()
+    memory = CanaryMemory(device)
     pools = make_pools(
         geometry.pools,
         memory,
@@ -129,9 +128,9 @@ def test_pages_come_back_bit_exact_whatever_the_indices_look_like(
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("geometry", GEOMETRIES, ids=lambda geometry: geometry.name)
 def test_pages_of_full_size_come_back_bit_exact(
-    device: HostDevice, geometry: Geometry, layout: HostLayout
+    device: ComputeDevice, geometry: Geometry, layout: HostLayout
 ) -> None:
-    memory = CanaryMemory()
+    memory = CanaryMemory(device)
     pools = make_pools(
         geometry.pools,
         memory,
@@ -148,9 +147,9 @@ def test_pages_of_full_size_come_back_bit_exact(
 @pytest.mark.parametrize("page_size", [1, 3, 64])
 @pytest.mark.parametrize("row_bytes", [132, 528, 576, 656, 1152])
 def test_rows_come_back_exact_to_the_last_byte(
-    device: HostDevice, row_bytes: int, page_size: int, layout: HostLayout
+    device: ComputeDevice, row_bytes: int, page_size: int, layout: HostLayout
 ) -> None:
-    memory = CanaryMemory()
+    memory = CanaryMemory(device)
     pools = make_pools(
         [PoolSpec("kv", row_bytes, tuple(range(5)))],
         memory,
@@ -164,7 +163,7 @@ def test_rows_come_back_exact_to_the_last_byte(
 
 
 def test_device_that_takes_few_copies_a_call_is_given_more_calls(
-    make_device: Callable[..., HostDevice],
+    make_device: MakeDevice,
 ) -> None:
     device = make_device(limits=CopyLimits(copies_per_call=3, tall_copies=False))
     tiers = small_tiers(device)
@@ -176,7 +175,7 @@ def test_device_that_takes_few_copies_a_call_is_given_more_calls(
     assert device.counters("backup").calls == 10 + 5
 
 
-def test_burst_after_burst_comes_back_bit_exact(device: HostDevice) -> None:
+def test_burst_after_burst_comes_back_bit_exact(device: ComputeDevice) -> None:
     tiers = small_tiers(device)
     for pages in (1, 5, 2, 8, 8, 1):
         tiers.device_pages.clear()
@@ -198,7 +197,7 @@ def test_burst_after_burst_comes_back_bit_exact(device: HostDevice) -> None:
     ],
 )
 def test_page_whose_slots_do_not_follow_each_other_is_refused(
-    device: HostDevice, slots: list[int], message: str
+    device: ComputeDevice, slots: list[int], message: str
 ) -> None:
     tiers = small_tiers(device)
     tiers.take_device(24)
@@ -215,7 +214,7 @@ def test_page_whose_slots_do_not_follow_each_other_is_refused(
 @pytest.mark.parametrize("position", [0, 617, 999])
 @pytest.mark.parametrize("bad_page", [-1, 1500, 1 << 40])
 def test_one_bad_page_among_a_thousand_good_ones_refuses_them_all(
-    device: HostDevice, bad_page: int, position: int, call: str, check: str
+    device: ComputeDevice, bad_page: int, position: int, call: str, check: str
 ) -> None:
     tiers = small_tiers(device, device_pages=1500, host_pages=1500, check=check)
     pages = tiers.page_ids(tiers.take_device(1001) if call == "write" else tiers.take_host(1001))
@@ -232,7 +231,7 @@ def test_one_bad_page_among_a_thousand_good_ones_refuses_them_all(
 @pytest.mark.parametrize("call", ["write", "load"])
 @pytest.mark.parametrize("sidecar_pages", [0, 7, 11])
 def test_sidecar_of_another_length_is_refused_whole(
-    device: HostDevice, sidecar_pages: int, call: str
+    device: ComputeDevice, sidecar_pages: int, call: str
 ) -> None:
     tiers = small_tiers(device)
     on_device, on_host = tiers.take_device(11), tiers.take_host(11)
@@ -257,7 +256,7 @@ def test_sidecar_of_another_length_is_refused_whole(
 
 
 # kvcache-ai/Mooncake#3876, kvcache-ai/Mooncake#3929
-def test_host_page_loaded_to_two_device_pages_fills_both(device: HostDevice) -> None:
+def test_host_page_loaded_to_two_device_pages_fills_both(device: ComputeDevice) -> None:
     tiers = small_tiers(device)
     fill_host(tiers)
     (page,) = tiers.page_ids(tiers.take_host(1))
@@ -274,7 +273,7 @@ def test_host_page_loaded_to_two_device_pages_fills_both(device: HostDevice) -> 
     assert device.counters("load").bytes == 2 * (4 * 96 + 2 * 48)
 
 
-def test_page_named_twice_as_destination_is_refused_across_calls_too(device: HostDevice) -> None:
+def test_page_named_twice_as_destination_is_refused_across_calls_too(device: ComputeDevice) -> None:
     tiers = small_tiers(device)
     host = tiers.take_host(2)
     own = tiers.take_device(1)
@@ -298,7 +297,7 @@ NO_SLOTS = torch.empty(0, dtype=torch.int64)
 
 
 # sgl-project/sglang#11005
-def test_operations_on_no_pages_make_no_call_and_no_ack(device: HostDevice) -> None:
+def test_operations_on_no_pages_make_no_call_and_no_ack(device: ComputeDevice) -> None:
     tiers = small_tiers(device)
     sidecar = PoolTransfer("index_k", host_indices=NO_SLOTS, device_indices=NO_SLOTS)
     for extra in ((), (sidecar,)):
@@ -315,7 +314,7 @@ def test_operations_on_no_pages_make_no_call_and_no_ack(device: HostDevice) -> N
 
 
 # sgl-project/sglang#11005
-def test_loading_nothing_takes_no_gate_slot(device: HostDevice) -> None:
+def test_loading_nothing_takes_no_gate_slot(device: ComputeDevice) -> None:
     tiers = small_tiers(device, gate_slots=1)
     fill_host(tiers)
     stall = device.stall(device.current_stream())
@@ -334,7 +333,9 @@ def test_loading_nothing_takes_no_gate_slot(device: HostDevice) -> None:
 
 
 # sgl-project/sglang#11005
-def test_loads_of_no_pages_between_others_leave_no_trace_in_the_burst(device: HostDevice) -> None:
+def test_loads_of_no_pages_between_others_leave_no_trace_in_the_burst(
+    device: ComputeDevice,
+) -> None:
     tiers = small_tiers(device)
     fill_host(tiers)
     host = tiers.take_host(3)
@@ -356,7 +357,7 @@ def test_loads_of_no_pages_between_others_leave_no_trace_in_the_burst(device: Ho
 
 
 # sgl-project/sglang#37870, sgl-project/sglang#31745, sgl-project/sglang#39876
-def test_layers_with_holes_are_copied_and_the_holes_hold_nobody_up(device: HostDevice) -> None:
+def test_layers_with_holes_are_copied_and_the_holes_hold_nobody_up(device: ComputeDevice) -> None:
     tiers = small_tiers(device, (PoolSpec("kv", 24, (0, 2, 6)),))
     (pool,) = tiers.pools
     fill_host(tiers)
@@ -389,7 +390,7 @@ def test_layers_with_holes_are_copied_and_the_holes_hold_nobody_up(device: HostD
 
 
 def test_layer_that_one_pool_lacks_is_in_place_with_the_other_pools_part(
-    device: HostDevice,
+    device: ComputeDevice,
 ) -> None:
     tiers = small_tiers(device)
     kv, index_k = tiers.pools
@@ -415,13 +416,16 @@ def test_layer_that_one_pool_lacks_is_in_place_with_the_other_pools_part(
 # LMCache/LMCache#2374, LMCache/LMCache#3821, vllm-project/vllm#46888
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_view_with_a_storage_offset_moves_and_the_bytes_around_it_stay(
-    device: HostDevice, layout: HostLayout
+    device: ComputeDevice, layout: HostLayout
 ) -> None:
-    memory = CanaryMemory()
-    whole = memory(3 * (12 * PAGE + 10) * 24).view(3, 12 * PAGE + 10, 24)
+    memory = CanaryMemory(device)
+    whole = memory.device(3 * (12 * PAGE + 10) * 24).view(3, 12 * PAGE + 10, 24)
     view = whole.narrow(1, 7, 12 * PAGE)
     on_device = DevicePool.from_layers("kv", view, page_size=PAGE)
-    pool = Pool.pair(on_device, HostPool.allocate(on_device, pages=8, layout=layout, memory=memory))
+    on_host = HostPool.allocate(
+        on_device, pages=8, layout=layout, memory=memory.host, pin=memory.pin
+    )
+    pool = Pool.pair(on_device, on_host)
     backup, load = round_trip(make_tiers(device, [pool], memory), pages=4)
     assert view.storage_offset() != 0
     assert not view.is_contiguous()
@@ -433,14 +437,19 @@ def test_view_with_a_storage_offset_moves_and_the_bytes_around_it_stay(
 
 # LMCache/LMCache#3821
 def test_every_second_page_and_some_rows_of_a_host_buffer_move_by_their_strides(
-    device: HostDevice,
+    device: ComputeDevice,
 ) -> None:
-    memory = CanaryMemory()
+    memory = CanaryMemory(device)
     (like,) = make_pools(
         [PoolSpec("kv", 24, (0, 1, 2))], memory, page_size=PAGE, device_pages=12, host_pages=1
     )
-    whole = memory(16 * 5 * 24 * PAGE).view(16, 5, 24 * PAGE)
-    host = HostPool.from_tensor(like.device, whole[::2, 1:4], layout="page_first_direct")
+    whole = memory.host(16 * 5 * 24 * PAGE).view(16, 5, 24 * PAGE)
+    host = HostPool.from_tensor(
+        like.device,
+        whole[::2, 1:4],
+        layout="page_first_direct",
+        registrations=memory.registrations(whole),
+    )
     tiers = make_tiers(device, [Pool.pair(like.device, host)], memory)
     round_trip(tiers, pages=4)
     assert (whole[1::2] == CANARY).all()
@@ -448,13 +457,18 @@ def test_every_second_page_and_some_rows_of_a_host_buffer_move_by_their_strides(
     assert (whole[:, 4:] == CANARY).all()
 
 
-def test_bytes_of_a_wider_host_page_beyond_the_device_page_stay(device: HostDevice) -> None:
-    memory = CanaryMemory()
+def test_bytes_of_a_wider_host_page_beyond_the_device_page_stay(device: ComputeDevice) -> None:
+    memory = CanaryMemory(device)
     (like,) = make_pools(
         [PoolSpec("kv", 24, (0, 1, 2))], memory, page_size=PAGE, device_pages=12, host_pages=1
     )
-    wide = memory(8 * 3 * 100).view(8, 3, 100)
-    host = HostPool.from_tensor(like.device, wide, layout="page_first_direct")
+    wide = memory.host(8 * 3 * 100).view(8, 3, 100)
+    host = HostPool.from_tensor(
+        like.device,
+        wide,
+        layout="page_first_direct",
+        registrations=memory.registrations(wide),
+    )
     tiers = make_tiers(device, [Pool.pair(like.device, host)], memory)
     fill_random(like.device.layers[0], seed=1)
     sources = tiers.take_device(2)
@@ -487,9 +501,9 @@ class Forward:
                 if layer in pool.layout.stored_layers:
                     self._copy(tiers.device, pool, layer)
 
-    def _copy(self, device: HostDevice, pool: Pool, layer: int) -> None:
+    def _copy(self, device: ComputeDevice, pool: Pool, layer: int) -> None:
         width = pool.layout.page_bytes
-        copied = torch.zeros(len(self._pages), width, dtype=torch.uint8)
+        copied = to_device(device, torch.zeros(len(self._pages), width, dtype=torch.uint8))
         for row, page in zip(copied, self._pages, strict=True):
             source = pool.layout.device_address(layer, page)
             device.copy(self._stream, row.data_ptr(), source, width)
@@ -502,7 +516,7 @@ class Forward:
         """Whether every layer that it copied held what these host pages hold."""
         self._stream.synchronize()
         return all(
-            torch.equal(copied, host_bytes(pool, layer, host_pages))
+            torch.equal(copied.cpu(), host_bytes(pool, layer, host_pages))
             for pool, layer, copied in self._seen
         )
 
@@ -511,8 +525,9 @@ class Forward:
         return all(bool((copied == CANARY).all()) for _, _, copied in self._seen)
 
 
+@pytest.mark.races
 def test_forward_that_waits_sees_the_bytes_of_its_own_burst_with_two_in_flight(
-    device: HostDevice,
+    device: ComputeDevice,
 ) -> None:
     tiers = small_tiers(device)
     fill_host(tiers)
@@ -537,7 +552,7 @@ def test_forward_that_waits_sees_the_bytes_of_its_own_burst_with_two_in_flight(
 
 
 def test_forward_sees_a_new_burst_and_not_the_old_one_in_the_same_pages(
-    device: HostDevice,
+    device: ComputeDevice,
 ) -> None:
     tiers = small_tiers(device, device_pages=5, gate_slots=1)
     fill_host(tiers)
@@ -552,7 +567,8 @@ def test_forward_sees_a_new_burst_and_not_the_old_one_in_the_same_pages(
         tiers.device_pages.free(targets)
 
 
-def test_backup_holds_the_bytes_written_before_it_on_its_stream(device: HostDevice) -> None:
+@pytest.mark.races
+def test_backup_holds_the_bytes_written_before_it_on_its_stream(device: ComputeDevice) -> None:
     tiers = small_tiers(device)
     stream = device.new_stream()
     late = device.new_stream()
@@ -566,7 +582,7 @@ def test_backup_holds_the_bytes_written_before_it_on_its_stream(device: HostDevi
         host = tiers.controller.write(sources)
     assert host is not None
     # The control: a copy that is not behind the write finds what was there before it.
-    seen = torch.zeros(1, dtype=torch.uint8)
+    seen = to_device(device, torch.zeros(1, dtype=torch.uint8))
     device.copy(late, seen.data_ptr(), tiers.pools[0].device.layers[0].data_ptr(), 1)
     late.synchronize()
     assert seen.item() == CANARY

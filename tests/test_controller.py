@@ -8,10 +8,12 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from devices import MakeDevice
 
 from kvburst import (
     BurstController,
     BurstError,
+    ComputeDevice,
     DeviceError,
     DevicePool,
     HostDevice,
@@ -23,6 +25,7 @@ from kvburst import (
     PoolTransfer,
     StreamIndices,
 )
+from kvburst.cuda import tier_memory
 
 PAGE = 4
 LAYERS = 3
@@ -33,7 +36,7 @@ ROW = 16
 class Rig:
     """Two pools of the same pages on a device, with the allocators of both tiers."""
 
-    device: HostDevice
+    device: ComputeDevice
     controller: BurstController
     pools: list[Pool]
     device_pages: PageAllocator
@@ -71,14 +74,18 @@ class Rig:
 
 
 @pytest.fixture(params=["thread", "inline"])
-def make(request: pytest.FixtureRequest) -> Callable[..., Rig]:
+def make(request: pytest.FixtureRequest, make_device: MakeDevice) -> Callable[..., Rig]:
     def build(device_pages: int = 8, host_pages: int = 8, **options: object) -> Rig:
-        device = HostDevice()
+        device = make_device()
+        memory = tier_memory(device)
         pools = []
         for name in ("kv", "index_k"):
-            layers = torch.zeros(LAYERS, device_pages * PAGE, ROW, dtype=torch.uint8)
-            on_device = DevicePool.from_layers(name, layers, page_size=PAGE)
-            pools.append(Pool.pair(on_device, HostPool.allocate(on_device, pages=host_pages)))
+            layers = memory.device(LAYERS * device_pages * PAGE * ROW)
+            on_device = DevicePool.from_layers(
+                name, layers.view(LAYERS, device_pages * PAGE, ROW), page_size=PAGE
+            )
+            on_host = HostPool.allocate(on_device, pages=host_pages, pin=memory.pin)
+            pools.append(Pool.pair(on_device, on_host))
         tier = {
             name: PageAllocator(name=name, pages=pages, page_size=PAGE, order=order)
             for name, pages, order in (

@@ -5,17 +5,23 @@ one.
 """
 
 import os
-from collections.abc import Iterable
-from typing import Literal
+from collections.abc import Callable, Iterable
+from functools import partial
+from math import prod
+from typing import ClassVar, Literal
 
+import pytest
 import torch
 from hypothesis import HealthCheck, event, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from stand_in import Library, StandIn
 
 from kvburst import (
     Ack,
     BurstController,
+    ComputeDevice,
+    CudaDevice,
     DevicePool,
     HostDevice,
     HostPool,
@@ -23,6 +29,7 @@ from kvburst import (
     PlanOptions,
     Pool,
 )
+from kvburst.cuda import tier_memory
 
 STEPS = int(os.environ.get("KVBURST_MODEL_STEPS", "5000"))
 STEPS_PER_EXAMPLE = 50
@@ -55,16 +62,23 @@ class ControllerModel(RuleBasedStateMachine):
 
     mode: Literal["thread", "inline"] = "thread"
 
+    def make_device(self) -> ComputeDevice:
+        return HostDevice()
+
     def __init__(self) -> None:
         super().__init__()
-        self.device = HostDevice()
+        self.device = self.make_device()
+        memory = tier_memory(self.device)
         self.pools = []
         for name, layout in (("kv", "page_first_direct"), ("index_k", "layer_first")):
-            tensor = torch.zeros(len(LAYER_IDS[name]), DEVICE_PAGES * PAGE, ROW, dtype=torch.uint8)
+            shape = (len(LAYER_IDS[name]), DEVICE_PAGES * PAGE, ROW)
             on_device = DevicePool.from_layers(
-                name, tensor, page_size=PAGE, layer_ids=LAYER_IDS[name]
+                name,
+                memory.device(prod(shape)).view(shape),
+                page_size=PAGE,
+                layer_ids=LAYER_IDS[name],
             )
-            on_host = HostPool.allocate(on_device, pages=HOST_PAGES, layout=layout)
+            on_host = HostPool.allocate(on_device, pages=HOST_PAGES, layout=layout, pin=memory.pin)
             self.pools.append(Pool.pair(on_device, on_host))
         self.device_pages = PageAllocator(
             name="device tier", pages=DEVICE_PAGES, page_size=PAGE, order="lifo"
@@ -279,6 +293,27 @@ class InlineControllerModel(ControllerModel):
     mode = "inline"
 
 
+class StandInControllerModel(ControllerModel):
+    """The same on a driver that is as late as it may be, and tells what nothing orders."""
+
+    load: ClassVar[Callable[..., StandIn]]
+
+    def make_device(self) -> ComputeDevice:
+        self.driver = type(self).load(13000, order="random")
+        return CudaDevice(driver=str(self.driver.path))
+
+    def teardown(self) -> None:
+        super().teardown()
+        assert self.driver.findings() == []
+
+
+@pytest.fixture(autouse=True, scope="module")
+def library(stand_in_library: Library, tmp_path_factory: pytest.TempPathFactory) -> None:
+    StandInControllerModel.load = partial(
+        StandIn, stand_in_library, tmp_path_factory.mktemp("drivers")
+    )
+
+
 SETTINGS = settings(
     max_examples=EXAMPLES,
     stateful_step_count=STEPS_PER_EXAMPLE,
@@ -289,3 +324,5 @@ TestControllerModel = ControllerModel.TestCase
 TestControllerModel.settings = SETTINGS
 TestInlineControllerModel = InlineControllerModel.TestCase
 TestInlineControllerModel.settings = SETTINGS
+TestStandInControllerModel = StandInControllerModel.TestCase
+TestStandInControllerModel.settings = SETTINGS

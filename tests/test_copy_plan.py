@@ -10,10 +10,11 @@ from typing import Literal
 import pytest
 import torch
 from burst_helpers import LAYOUTS, CanaryMemory, make_pools, make_tiers, page_slots, round_trip
+from devices import MakeDevice
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvburst import CopyLimits, HostDevice, PageError, PlanOptions, Pool
+from kvburst import ComputeDevice, CopyLimits, PageError, PlanOptions, Pool
 from kvburst._core import (
     BurstPages,
     CopyPlan,
@@ -579,10 +580,14 @@ INDEX_K = geometry("mla-dsa-78").pools[1]
 
 
 def scattered_pools(
-    *specs: PoolSpec, layout: HostLayout = "page_first_direct", one_allocation: bool = True
+    device: ComputeDevice,
+    *specs: PoolSpec,
+    layout: HostLayout = "page_first_direct",
+    one_allocation: bool = True,
+    pinned: bool = True,
 ) -> tuple[list[Pool], CanaryMemory]:
     """Room for two bursts of `PAGES` pages without two neighbours among them."""
-    memory = CanaryMemory()
+    memory = CanaryMemory(device)
     pools = make_pools(
         specs,
         memory,
@@ -591,12 +596,13 @@ def scattered_pools(
         host_pages=PAGES + 3,
         layout=layout,
         one_allocation=one_allocation,
+        pinned=pinned,
     )
     return pools, memory
 
 
-def test_backup_is_one_copy_a_page_and_pool(device: HostDevice) -> None:
-    pools, memory = scattered_pools(KV, INDEX_K)
+def test_backup_is_one_copy_a_page_and_pool(device: ComputeDevice) -> None:
+    pools, memory = scattered_pools(device, KV, INDEX_K)
     backup, _ = round_trip(make_tiers(device, pools, memory), PAGES)
     assert backup.one_per_page_and_layer == backup.neighbours_merged == PAGES * (78 + 21)
     assert backup.num_copies == 2 * PAGES
@@ -608,9 +614,9 @@ def test_backup_is_one_copy_a_page_and_pool(device: HostDevice) -> None:
 @pytest.mark.parametrize(("spec", "layers", "at_least"), [(KV, 78, 9), (INDEX_K, 21, 4)])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_load_takes_a_small_part_of_one_copy_a_page_and_layer(
-    device: HostDevice, spec: PoolSpec, layers: int, at_least: int, layout: HostLayout
+    device: ComputeDevice, spec: PoolSpec, layers: int, at_least: int, layout: HostLayout
 ) -> None:
-    pools, memory = scattered_pools(spec, layout=layout)
+    pools, memory = scattered_pools(device, spec, layout=layout)
     _, load = round_trip(make_tiers(device, pools, memory), PAGES)
     assert load.one_per_page_and_layer == load.neighbours_merged == PAGES * layers
     assert load.num_copies * at_least <= load.one_per_page_and_layer
@@ -619,8 +625,8 @@ def test_load_takes_a_small_part_of_one_copy_a_page_and_layer(
     assert device.counters("load").bytes == load.num_bytes == PAGES * 2 * layers * spec.row_bytes
 
 
-def test_without_a_ramp_a_load_is_one_copy_a_page_and_layer(device: HostDevice) -> None:
-    pools, memory = scattered_pools(KV)
+def test_without_a_ramp_a_load_is_one_copy_a_page_and_layer(device: ComputeDevice) -> None:
+    pools, memory = scattered_pools(device, KV)
     tiers = make_tiers(device, pools, memory, options=PlanOptions(ramp=False))
     _, load = round_trip(tiers, PAGES)
     assert load.num_copies == load.one_per_page_and_layer == PAGES * 78
@@ -630,8 +636,8 @@ def groups_of_78_layers() -> int:
     return len([1, 2, 4, 8, 16, 16, 16, 15])
 
 
-def test_layers_in_separate_allocations_move_one_by_one(device: HostDevice) -> None:
-    pools, memory = scattered_pools(KV, one_allocation=False)
+def test_layers_in_separate_allocations_move_one_by_one(device: ComputeDevice) -> None:
+    pools, memory = scattered_pools(device, KV, one_allocation=False)
     backup, load = round_trip(make_tiers(device, pools, memory), PAGES)
     reason = "layers in separate allocations"
     assert device.counters("backup").copies == device.counters("load").copies == PAGES * 78
@@ -640,8 +646,8 @@ def test_layers_in_separate_allocations_move_one_by_one(device: HostDevice) -> N
 
 
 # sgl-project/sglang#30393
-def test_packed_draft_layer_costs_one_copy_more_a_page(device: HostDevice) -> None:
-    pools, memory = scattered_pools(*geometry("deepseek-v3-mtp").pools)
+def test_packed_draft_layer_costs_one_copy_more_a_page(device: ComputeDevice) -> None:
+    pools, memory = scattered_pools(device, *geometry("deepseek-v3-mtp").pools)
     backup, _ = round_trip(make_tiers(device, pools, memory), PAGES)
     assert device.counters("backup").copies == backup.num_copies == 2 * PAGES
     assert backup.fallbacks == {"layers in separate allocations": PAGES}
@@ -657,10 +663,10 @@ def test_packed_draft_layer_costs_one_copy_more_a_page(device: HostDevice) -> No
     ids=["pitch", "tall_copies"],
 )
 def test_layers_that_the_device_cannot_take_in_one_copy_move_one_by_one(
-    make_device: Callable[..., HostDevice], limits: CopyLimits, reason: str
+    make_device: MakeDevice, limits: CopyLimits, reason: str
 ) -> None:
     device = make_device(limits=limits)
-    pools, memory = scattered_pools(KV)
+    pools, memory = scattered_pools(device, KV)
     backup, load = round_trip(make_tiers(device, pools, memory), PAGES)
     assert device.counters("backup").copies == device.counters("load").copies == PAGES * 78
     assert backup.fallbacks == {reason: PAGES * (78 - 1)}
@@ -668,10 +674,10 @@ def test_layers_that_the_device_cannot_take_in_one_copy_move_one_by_one(
 
 
 def test_pitch_just_at_the_maximum_still_takes_one_copy_a_page(
-    make_device: Callable[..., HostDevice],
+    make_device: MakeDevice,
 ) -> None:
     device = make_device(limits=CopyLimits(max_pitch=4 * PAGES * 2 * 656))
-    pools, memory = scattered_pools(KV)
+    pools, memory = scattered_pools(device, KV)
     backup, _ = round_trip(make_tiers(device, pools, memory), PAGES)
     assert backup.num_copies == PAGES
     assert backup.fallbacks == {}
@@ -712,23 +718,28 @@ def test_neighbouring_pages_that_cannot_be_rows_of_one_copy_are_explained(
     assert plan.fallbacks == {reason: 3}
 
 
-def pinned_in_parts(pool: Pool, bounds: Sequence[int]) -> Pool:
+def pinned_in_parts(pool: Pool, memory: CanaryMemory, bounds: Sequence[int]) -> Pool:
     """The same pool, its host buffer registered in parts that meet at these offsets."""
     tensor = pool.host.tensor
     edges = [0, *bounds, tensor.numel()]
-    parts = [(tensor.data_ptr() + start, end - start) for start, end in pairwise(edges)]
-    host = HostPool.from_tensor(pool.device, tensor, layout=pool.host.layout, registrations=parts)
+    parts = [tensor.view(-1)[start:end] for start, end in pairwise(edges)]
+    host = HostPool.from_tensor(
+        pool.device,
+        tensor,
+        layout=pool.host.layout,
+        registrations=memory.registrations(*parts),
+    )
     return Pool.pair(pool.device, host)
 
 
 # sgl-project/sglang#36798, sgl-project/sglang#37596
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_registration_boundary_through_a_page_costs_only_that_page(
-    device: HostDevice, layout: HostLayout
+    device: ComputeDevice, layout: HostLayout
 ) -> None:
-    (pool,), memory = scattered_pools(KV, layout=layout)
+    (pool,), memory = scattered_pools(device, KV, layout=layout, pinned=False)
     third = pool.host.tensor.numel() // 3
-    pinned = pinned_in_parts(pool, [third, 2 * third])
+    pinned = pinned_in_parts(pool, memory, [third, 2 * third])
     plain_backup = {"page_first_direct": PAGES, "layer_first": PAGES}[layout]
     backup, load = round_trip(make_tiers(device, [pinned], memory), PAGES)
     for burst in (backup, load):
@@ -738,10 +749,10 @@ def test_registration_boundary_through_a_page_costs_only_that_page(
     assert device.counters("load").copies == load.num_copies
 
 
-def test_registrations_that_meet_between_pages_cost_nothing(device: HostDevice) -> None:
-    (pool,), memory = scattered_pools(KV)
+def test_registrations_that_meet_between_pages_cost_nothing(device: ComputeDevice) -> None:
+    (pool,), memory = scattered_pools(device, KV, pinned=False)
     page = pool.host.tensor.numel() // pool.host.pages
-    pinned = pinned_in_parts(pool, [5 * page, 6 * page, 11 * page])
+    pinned = pinned_in_parts(pool, memory, [5 * page, 6 * page, 11 * page])
     backup, load = round_trip(make_tiers(device, [pinned], memory), PAGES)
     assert backup.num_copies == PAGES
     assert load.num_copies == PAGES * groups_of_78_layers()

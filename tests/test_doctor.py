@@ -8,6 +8,7 @@ import platform
 from pathlib import Path
 
 import pytest
+from conftest import LoadStandIn
 from rich.console import Console
 
 from kvburst import _core
@@ -65,15 +66,44 @@ def test_missing_kernels_give_the_reason_of_the_build() -> None:
     assert diagnosis.cuda_build.detail == (toolkit or _core.build_info().cuda_reason)
 
 
-def test_cuda_is_not_claimed() -> None:
-    cuda = examine().devices["cuda"]
-    assert not cuda.present
-    assert cuda.detail == "not in this release"
+def test_device_cuda_is_not_claimed_without_a_driver() -> None:
+    diagnosis = examine(driver_library="libdoes-not-exist.so.1")
+    assert diagnosis.devices["cuda"] == Finding(False, "no driver")
 
 
 def test_library_that_is_no_driver_is_not_taken_for_one() -> None:
     libc = examine(driver_library="libc.so.6").driver_library
     assert libc == Finding(False, "libc.so.6: has no cuDriverGetVersion")
+
+
+@pytest.mark.parametrize(
+    ("version", "words"),
+    [
+        (11080, "a driver call a copy, since the batch calls came with 12.8"),
+        (12040, "a driver call a copy, since the batch calls came with 12.8"),
+        (12080, "copies in batches, as of 12.8"),
+        (13000, "copies in batches, as of 13.0"),
+    ],
+)
+def test_driver_is_described_with_the_copy_calls_it_has(
+    load_stand_in: LoadStandIn, version: int, words: str
+) -> None:
+    driver = load_stand_in(version)
+    diagnosis = examine(driver_library=str(driver.path))
+    shown = f"{version // 1000}.{version % 1000 // 10}"
+    assert diagnosis.driver_library == Finding(
+        True, f"{driver.path}: CUDA {shown}, which stands in for a driver: no GPU is behind it"
+    )
+    cuda = diagnosis.devices["cuda"]
+    assert cuda.present
+    assert cuda.detail.endswith(f"; {words}")
+    assert driver.counts().retained == 0  # it only looks
+
+
+def test_driver_without_a_gpu_says_so(load_stand_in: LoadStandIn) -> None:
+    cuda = examine(driver_library=str(load_stand_in(13000, devices=0).path)).devices["cuda"]
+    assert not cuda.present
+    assert "CUDA_ERROR_NO_DEVICE" in cuda.detail or cuda.detail == "the driver has no GPU"
 
 
 def test_tightest_memory_limit_is_named(tmp_path: Path) -> None:

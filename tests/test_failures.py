@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from conftest import MakeDevice
-from rigs import LAYERS, PAGE, SHALLOW, Blocking, Mode, Rig, make_rig, page_slots, quiesce
+from devices import MakeDevice, to_device
+from rigs import LAYERS, PAGE, Blocking, Mode, Rig, make_rig, page_slots, quiesce
 
 from kvburst import BurstError, PlanOptions, StreamIndices
 
@@ -33,7 +33,7 @@ def rig(request: pytest.FixtureRequest, make_device: MakeDevice) -> Rig:
 @pytest.fixture
 def stuck(make_device: MakeDevice) -> Callable[..., Rig]:
     """Makes rigs whose threads are stuck in a copy while the current stream is held up."""
-    return lambda **options: make_rig(make_device(link=SHALLOW), "thread", **options)
+    return lambda **options: make_rig(make_device(shallow=True), "thread", **options)
 
 
 # --- who is told ---------------------------------------------------------------------------------
@@ -210,7 +210,7 @@ BAD_VALUES = [
 def test_late_indices_that_turn_out_bad_fail_their_burst_before_anything_moves(
     rig: Rig, values: torch.Tensor, message: str
 ) -> None:
-    host = rig.controller.write(StreamIndices(values), node_id=9)
+    host = rig.controller.write(StreamIndices(to_device(rig.device, values)), node_id=9)
     assert host is not None
     rig.settle()
     (ack,) = rig.controller.poll()
@@ -219,7 +219,7 @@ def test_late_indices_that_turn_out_bad_fail_their_burst_before_anything_moves(
     assert rig.device.counters("backup").copies == 0
     pages = rig.take()
     rig.write_device(pages, 0x5C)
-    served = rig.controller.write(StreamIndices(pages))
+    served = rig.controller.write(StreamIndices(to_device(rig.device, pages)))
     assert served is not None
     rig.settle()
     assert rig.found_on_host(served) == {0x5C}

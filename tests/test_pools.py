@@ -2,12 +2,14 @@
 
 import ctypes
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvburst import pools
 from kvburst._core import LayoutError
 from kvburst.geometries import GEOMETRIES, Geometry, PoolSpec
 from kvburst.host_memory import HostMemoryError
@@ -514,25 +516,53 @@ def test_pool_larger_than_the_memory_that_is_left_is_refused() -> None:
         DevicePool.allocate(PoolSpec("kv", 2**40, (0,)), pages=2**10, page_size=4)
 
 
+# --- memory that torch maps in pieces ------------------------------------------------------------
+
+
+def test_layers_in_an_expandable_segment_are_allocations_of_their_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    together = torch.zeros(3, 8, 16, dtype=torch.uint8)
+    pool = DevicePool.from_layers("kv", together, page_size=4)
+    begin = together.data_ptr()
+    assert pool.allocations == ((begin, 3 * 128),)
+    for segment, found in (
+        ((begin - 64, 1024), tuple((begin + layer * 128, 128) for layer in range(3))),
+        ((begin + 3 * 128, 1024), ((begin, 3 * 128),)),  # another's
+    ):
+        monkeypatch.setattr(pools, "_expandable_segments", lambda device, s=segment: [s])
+        assert pool.allocations == found
+
+
 # --- pinned memory -------------------------------------------------------------------------
 
 
-def halves(buffer: torch.Tensor) -> list[tuple[int, int]]:
+@dataclass(frozen=True)
+class Registered:
+    ranges: list[tuple[int, int]]
+
+
+def halves(buffer: torch.Tensor, unit: int) -> Registered:
     """As a device registers a buffer that is larger than one registration may be."""
-    half = buffer.nbytes // 2
-    return [(buffer.data_ptr(), half), (buffer.data_ptr() + half, buffer.nbytes - half)]
+    half = buffer.nbytes // 2 // unit * unit
+    return Registered([(buffer.data_ptr(), half), (buffer.data_ptr() + half, buffer.nbytes - half)])
 
 
 def test_pinned_ranges_of_a_new_buffer_are_described() -> None:
     device = DevicePool.from_layers("kv", torch.zeros(3, 256, 8, dtype=torch.uint8), page_size=64)
     host = HostPool.allocate(device, pages=4, pin=halves)
-    assert host.registrations == tuple(halves(host.tensor))
+    assert host.registrations == tuple(halves(host.tensor, device.page_bytes).ranges)
+    assert isinstance(host.pinned, Registered)
     Pool.pair(device, host)
     assert HostPool.allocate(device, pages=4).registrations == ()
 
 
 def test_pinned_ranges_that_leave_bytes_out_are_refused() -> None:
     device = DevicePool.from_layers("kv", torch.zeros(3, 256, 8, dtype=torch.uint8), page_size=64)
-    host = HostPool.allocate(device, pages=4, pin=lambda buffer: halves(buffer)[:1])
+
+    def first_half(buffer: torch.Tensor, unit: int) -> Registered:
+        return Registered(halves(buffer, unit).ranges[:1])
+
+    host = HostPool.allocate(device, pages=4, pin=first_half)
     with pytest.raises(LayoutError, match="registrations: 3072 of the host buffer's 6144 bytes"):
         Pool.pair(device, host)

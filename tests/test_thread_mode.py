@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import MakeDevice
-from rigs import LAYERS, SHALLOW, Blocking, Rig, make_rig, page_slots, quiesce
+from devices import MakeDevice, to_device
+from rigs import LAYERS, Blocking, Rig, make_rig, page_slots, quiesce
 
-from kvburst import Event, LayoutError, Stream, StreamIndices
+from kvburst import CopyLimits, Event, LayoutError, Stream, StreamIndices
 
 
 @pytest.fixture
@@ -29,7 +29,7 @@ def rig(make: Callable[..., Rig]) -> Rig:
 @pytest.fixture
 def stuck(make_device: MakeDevice) -> Callable[..., Rig]:
     """Makes rigs whose threads are stuck in a copy while the current stream is held up."""
-    return lambda **options: make_rig(make_device(link=SHALLOW), "thread", **options)
+    return lambda **options: make_rig(make_device(shallow=True), "thread", **options)
 
 
 class Snapshot:
@@ -39,7 +39,7 @@ class Snapshot:
         self.stream = rig.device.new_stream()
         self._rig = rig
         self._first = int(slots[0])
-        self._layers = torch.zeros(LAYERS, dtype=torch.uint8)
+        self._layers = to_device(rig.device, torch.zeros(LAYERS, dtype=torch.uint8))
 
     def take(self, layer: int) -> None:
         kv = self._rig.pools[0].device.layers[layer]
@@ -293,7 +293,7 @@ def test_backup_indices_overwritten_right_after_submission_are_those_of_submissi
 
 def test_indices_that_the_stream_still_writes_are_read_behind_it(rig: Rig) -> None:
     page, wanted = late_indices(rig)
-    late = torch.zeros_like(wanted)
+    late = to_device(rig.device, torch.zeros_like(wanted))
     with rig.held():
         produce(rig, wanted, into=late)
         host = rig.controller.write(StreamIndices(late))
@@ -308,7 +308,9 @@ def test_indices_that_the_stream_still_writes_are_read_behind_it(rig: Rig) -> No
 
 def test_indices_that_are_read_at_once_are_those_before_the_stream_wrote_them(rig: Rig) -> None:
     _, wanted = late_indices(rig)
-    late = page_slots(0)  # a valid page, and the wrong one
+    late = to_device(rig.device, page_slots(0))  # a valid page, and the wrong one
+    if late.device.type != "cpu":
+        pytest.skip("indices on a GPU are never read at once")
     with rig.held():
         produce(rig, wanted, into=late)
         host = rig.controller.write(late)
@@ -317,12 +319,28 @@ def test_indices_that_are_read_at_once_are_those_before_the_stream_wrote_them(ri
     assert rig.found_on_host(host) == {0x00}
 
 
+@pytest.mark.parametrize("stride", [1, 2])
+def test_late_indices_are_read_where_tall_copies_are_switched_off(
+    make_device: MakeDevice, stride: int
+) -> None:
+    rig = make_rig(make_device(limits=CopyLimits(tall_copies=False)), "thread")
+    page, wanted = late_indices(rig)
+    late = to_device(rig.device, wanted.repeat_interleave(stride))[::stride]
+    host = rig.controller.write(StreamIndices(late))
+    rig.settle()
+    assert host is not None
+    assert rig.controller.poll()[0].error is None
+    assert rig.found_on_host(host) == {0x45}
+    assert rig.found_on_device(page) == {0x45}
+
+
 def late_indices(rig: Rig) -> tuple[torch.Tensor, torch.Tensor]:
-    """A device page of 0x45 that is not page 0, which is zeros; twice its slots."""
+    """The slots of a device page of 0x45, which is not page 0, of zeros; and the same on the
+    device."""
     assert rig.take().tolist() == page_slots(0).tolist()
     page = rig.take()
     rig.write_device(page, 0x45)
-    return page, page.clone()
+    return page, to_device(rig.device, page)
 
 
 def produce(rig: Rig, values: torch.Tensor, *, into: torch.Tensor) -> None:
@@ -382,6 +400,7 @@ def test_acks_of_twenty_bursts_retire_in_order_whatever_ends_first(
 
 
 @pytest.mark.slow  # the half minute is real
+@pytest.mark.parametrize("make_device", ["host"], indirect=True)
 def test_wait_that_lasts_says_so_every_half_minute(
     stuck: Callable[..., Rig], caplog: pytest.LogCaptureFixture
 ) -> None:

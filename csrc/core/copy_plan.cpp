@@ -130,6 +130,12 @@ CopyPlanner::CopyPlanner(std::vector<PoolLayout> pools, Direction direction,
       options_(options),
       groups_(layer_groups(pools_, direction, options, limits)) {
   if (pools_.empty()) throw LayoutError("layouts: 0 pools, at least 1 is needed");
+  for (const PoolLayout& pool : pools_) {
+    if (!limits_.pinned_only || !pool.registrations().empty() || pool.stored().empty()) continue;
+    throw LayoutError(text("pool '", pool.name(), "': its host buffer is not pinned, and of such",
+                           " memory the device may read too early or too late: pass pin to",
+                           " HostPool.allocate, or registrations to HostPool.from_tensor"));
+  }
 }
 
 /// Pages after which a run and a batch end; 0 if they need not.

@@ -69,7 +69,8 @@ using BatchSink = std::function<void(std::span<const Copy>)>;
 /// Immutable once built; may be used from several threads, each with a plan and a batch of its own.
 class CopyPlanner {
  public:
-  /// Throws LayoutError on no pools or options out of their bounds.
+  /// Throws LayoutError on no pools, options out of their bounds, or a host buffer that is not
+  /// pinned where the device needs that.
   CopyPlanner(std::vector<PoolLayout> pools, Direction direction, const CopyLimits& limits,
               const PlanOptions& options);
 

@@ -7,6 +7,8 @@
 #include <string_view>
 #include <utility>
 
+#include "core/error.h"
+
 /// The one seam between the core and whatever moves bytes.
 ///
 /// It is shaped by two facts. A driver charges the calling thread for every *copy*, not for every
@@ -52,9 +54,16 @@ struct CopyLimits {
   std::size_t copies_per_call = 4096;
   /// False forbids copies of more than one row.
   bool tall_copies = true;
+  /// Host memory must be pinned: of other memory the device may read a source too early or too
+  /// late, and says nothing.
+  bool pinned_only = false;
 
   /// Throws LayoutError on a limit below 1.
   void check() const;
+  /// Throws DeviceError on a copy without bytes, or one beyond the limits.
+  void check(const Copy& copy) const;
+  /// The same for the copies of one call, and for how many they are.
+  void check(std::span<const Copy> copies) const;
 };
 
 using StreamHandle = std::uintptr_t;
@@ -93,10 +102,20 @@ class Device {
   /// Enqueues a copy from the device's memory to `landing` memory: page ids, not pages.
   virtual void read(StreamHandle stream, const Copy& copy) = 0;
 
-  /// Enqueues all `copies` or none. The span is read before the call returns. More copies than
-  /// `limits().copies_per_call`, or a pitch above `max_pitch`, is a DeviceError.
+  /// Enqueues all `copies`. The span is read before the call returns. Copies beyond `limits()` are
+  /// a DeviceError, and none is enqueued; where a driver fails in between, some of them may be, and
+  /// what is recorded on the stream then still comes behind those.
   virtual void copy(StreamHandle stream, Direction direction, std::span<const Copy> copies) = 0;
 };
+
+/// Destroys, where a destructor cannot throw: a device that has failed has nothing to give back.
+template <class Destroy>
+void destroy_quietly(const Destroy& destroy) {
+  try {
+    destroy();
+  } catch (const DeviceError&) {
+  }
+}
 
 /// A stream that is destroyed with its owner. Move-only; keeps its device alive.
 class Stream {
@@ -107,7 +126,7 @@ class Stream {
       : device_(std::move(other.device_)), handle_(std::exchange(other.handle_, 0)) {}
   Stream& operator=(Stream&&) = delete;
   ~Stream() {
-    if (device_) device_->destroy_stream(handle_);
+    if (device_) destroy_quietly([&] { device_->destroy_stream(handle_); });
   }
 
   StreamHandle handle() const { return handle_; }
@@ -126,7 +145,7 @@ class Event {
       : device_(std::move(other.device_)), handle_(std::exchange(other.handle_, 0)) {}
   Event& operator=(Event&&) = delete;
   ~Event() {
-    if (device_) device_->destroy_event(handle_);
+    if (device_) destroy_quietly([&] { device_->destroy_event(handle_); });
   }
 
   EventHandle handle() const { return handle_; }

@@ -1,6 +1,7 @@
 #include "core/page_reader.h"
 
 #include <algorithm>
+#include <bit>
 #include <vector>
 
 #include "core/error.h"
@@ -18,18 +19,17 @@ std::size_t bytes_read(const DeferredPages& deferred) {
   return static_cast<std::size_t>(deferred.pages * slots_read(deferred) * deferred.slots.itemsize);
 }
 
-/// A strided copy that packs the wanted indices.
+/// A copy that packs the wanted indices: strided, unless they are packed already, since a row of
+/// its own for every eight bytes is what strided copies are worst at.
 Copy gather(const DeferredPages& deferred, std::byte* to) {
   const auto itemsize = static_cast<std::size_t>(deferred.slots.itemsize);
   const auto slots = static_cast<std::size_t>(deferred.pages * slots_read(deferred));
   const auto step =
       static_cast<std::size_t>(deferred.slots.stride * deferred.page_size / slots_read(deferred));
-  return {reinterpret_cast<std::uintptr_t>(to),
-          reinterpret_cast<std::uintptr_t>(deferred.slots.data),
-          itemsize,
-          slots,
-          itemsize,
-          step * itemsize};
+  const auto dst = reinterpret_cast<std::uintptr_t>(to);
+  const auto src = reinterpret_cast<std::uintptr_t>(deferred.slots.data);
+  if (step == 1) return {dst, src, slots * itemsize, 1, 0, 0};
+  return {dst, src, itemsize, slots, itemsize, step * itemsize};
 }
 
 }  // namespace
@@ -41,8 +41,10 @@ void PageReader::read(PageLists& pages, EventHandle ready, Direction direction) 
   std::size_t bytes = 0;
   for (const DeferredPages& deferred : pages.deferred) bytes += bytes_read(deferred);
   if (bytes > landing_bytes_) {
-    landing_ = device_->landing(bytes);
-    landing_bytes_ = bytes;
+    // Seldom: to pin memory, and to let go of it, may wait for all that the device does.
+    const std::size_t grown = std::bit_ceil(bytes);
+    landing_ = device_->landing(grown);
+    landing_bytes_ = grown;
   }
   device_->wait(stream_.handle(), ready);
   std::byte* to = landing_.get();

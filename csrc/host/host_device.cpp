@@ -10,18 +10,12 @@
 #include "core/format.h"
 
 namespace kvburst {
-namespace {
-
-/// A day: far more than any forward, far less than a clock holds.
-constexpr double kLongestBusyUs = 86'400e6;
-
-}  // namespace
 
 HostDevice::HostDevice(std::optional<LinkModel> link, CopyLimits limits)
     : link_(link), limits_(limits), process_(getpid()) {
   if (link_) link_->check();
   limits_.check();
-  default_stream_ = create_stream();
+  current_streams_.emplace(create_stream());
 }
 
 HostDevice::~HostDevice() {
@@ -46,12 +40,10 @@ void HostDevice::destroy_stream(StreamHandle handle) {
   // thread is not here. It all stays as it is.
   if (process_ != getpid()) return;
   const std::shared_ptr<HostStream> stream = find_stream(handle);
+  current_streams_->forget(handle);
   {
     const std::lock_guard lock(mutex_);
-    if (handle == default_stream_) throw DeviceError("stream: the default stream stays");
     streams_.erase(handle);
-    for (auto& [thread, streams] : current_streams_) std::erase(streams, handle);
-    std::erase_if(current_streams_, [](const auto& entry) { return entry.second.empty(); });
   }
   stream->finish();
 }
@@ -71,26 +63,9 @@ void HostDevice::destroy_event(EventHandle handle) {
   events_.erase(handle);
 }
 
-StreamHandle HostDevice::current_stream() {
-  const std::lock_guard lock(mutex_);
-  const auto found = current_streams_.find(std::this_thread::get_id());
-  return found == current_streams_.end() ? default_stream_ : found->second.back();
-}
-
 void HostDevice::push_current_stream(StreamHandle stream) {
   find_stream(stream);
-  const std::lock_guard lock(mutex_);
-  current_streams_[std::this_thread::get_id()].push_back(stream);
-}
-
-void HostDevice::pop_current_stream() {
-  const std::lock_guard lock(mutex_);
-  const auto found = current_streams_.find(std::this_thread::get_id());
-  if (found == current_streams_.end()) {
-    throw DeviceError("current stream: this thread has set none");
-  }
-  found->second.pop_back();
-  if (found->second.empty()) current_streams_.erase(found);
+  current_streams_->push(stream);
 }
 
 std::shared_ptr<HostStream> HostDevice::find_stream(StreamHandle handle) const {
@@ -175,41 +150,14 @@ double HostDevice::elapsed_ms(EventHandle start, EventHandle end) {
   return static_cast<double>(to->wait() - from->wait()) / 1e6;
 }
 
-void HostDevice::check(const Copy& copy) const {
-  if (copy.width == 0 || copy.height == 0) {
-    throw DeviceError(
-        text("copy: ", copy.width, " bytes x ", copy.height, " rows, both must be at least 1"));
-  }
-  if (copy.height == 1) return;
-  if (!limits_.tall_copies) {
-    throw DeviceError(text("copy: ", copy.height, " rows, tall copies are switched off"));
-  }
-  for (const std::size_t pitch : {copy.dst_pitch, copy.src_pitch}) {
-    if (pitch < copy.width || pitch > limits_.max_pitch) {
-      throw DeviceError(text("copy: pitch ", pitch, " must be from the width ", copy.width,
-                             " to the maximum pitch ", limits_.max_pitch));
-    }
-  }
-}
-
 std::shared_ptr<std::byte[]> HostDevice::landing(std::size_t bytes) {
   return std::make_shared<std::byte[]>(bytes);
 }
 
 void HostDevice::copy(StreamHandle handle, Direction direction, std::span<const Copy> copies) {
   const std::shared_ptr<HostStream> stream = find_stream(handle);
-  if (copies.empty() || copies.size() > limits_.copies_per_call) {
-    throw DeviceError(text("copy: ", copies.size(), " copies in a call, must be from 1 to ",
-                           limits_.copies_per_call));
-  }
-  if (calls_until_failure_ > 0 && --calls_until_failure_ == 0) {
-    throw DeviceError("copy: failed, as it was told to");
-  }
-  std::int64_t bytes = 0;
-  for (const Copy& copy : copies) {
-    check(copy);
-    bytes += static_cast<std::int64_t>(copy.bytes());
-  }
+  limits_.check(copies);
+  tally_.begin();
   Link& link = links_[static_cast<std::size_t>(direction)];
   if (link_) {
     issue_modelled(*stream, link, copies);
@@ -218,10 +166,7 @@ void HostDevice::copy(StreamHandle handle, Direction direction, std::span<const 
     work.assign(copies.begin(), copies.end());
     stream->push(HostStream::Copies{std::move(work), &link});
   }
-  Counts& counts = counts_[static_cast<std::size_t>(direction)];
-  counts.calls += 1;
-  counts.copies += static_cast<std::int64_t>(copies.size());
-  counts.bytes += bytes;
+  tally_.count(direction, copies);
 }
 
 /// Asleep for most of it, so that a machine with few cores has them for the streams; awake for the
@@ -256,18 +201,8 @@ void HostDevice::issue_modelled(HostStream& stream, Link& link, std::span<const 
   }
 }
 
-CopyCounters HostDevice::counters(Direction direction) const {
-  const Counts& counts = counts_[static_cast<std::size_t>(direction)];
-  return {counts.calls, counts.copies, counts.bytes};
-}
-
-void HostDevice::fail_copy_call(std::int64_t nth) {
-  if (nth < 1) throw DeviceError(text("fail_copy_call: ", nth, " is below the minimum of 1"));
-  calls_until_failure_ = nth;
-}
-
 void HostDevice::copy_on_device(StreamHandle handle, const Copy& copy) {
-  check(copy);
+  limits_.check(copy);
   enqueue(handle, copy);
 }
 
@@ -285,11 +220,12 @@ void HostDevice::fill(StreamHandle stream, std::uintptr_t dst, std::uint8_t valu
 }
 
 void HostDevice::busy(StreamHandle stream, double microseconds) {
-  if (!(microseconds >= 0 && microseconds <= kLongestBusyUs)) {
-    throw DeviceError(
-        text("busy: ", microseconds, " microseconds must be from 0 to ", kLongestBusyUs));
-  }
+  check_busy(microseconds);
   find_stream(stream)->push(HostStream::Busy{static_cast<Time>(1000 * microseconds)});
+}
+
+std::function<void()> HostDevice::hold(StreamHandle stream) {
+  return [mark = stall(stream)] { mark->reach(now()); };
 }
 
 std::shared_ptr<Mark> HostDevice::stall(StreamHandle stream) {

@@ -1,7 +1,7 @@
 """kvburst moves LLM KV-cache pages between host and device memory, in bursts.
 
 Describe the pools (`pools`), hand out their pages (`PageAllocator`), and let a `BurstController`
-move them over a device (`HostDevice`). See the README for a first example.
+move them over a device (`HostDevice`, `CudaDevice`). See the README for a first example.
 """
 
 from importlib import import_module
@@ -12,7 +12,10 @@ from kvburst._core import (
     BoardUseError,
     Burst,
     BurstError,
+    ComputeDevice,
     CopyLimits,
+    CudaDriver,
+    Device,
     DeviceError,
     Event,
     HostDevice,
@@ -32,6 +35,7 @@ if TYPE_CHECKING:
     from kvburst.agreement import Agreement, AgreementError, AgreementGroups, make_groups
     from kvburst.burst_lane import PoolTransfer
     from kvburst.controller import BurstController
+    from kvburst.cuda import CudaDevice
     from kvburst.layer_done import LayerDoneCounter
     from kvburst.page_allocator import PageAllocator
     from kvburst.pools import DevicePool, HostPool, Pool
@@ -47,7 +51,11 @@ __all__ = [
     "Burst",
     "BurstController",
     "BurstError",
+    "ComputeDevice",
     "CopyLimits",
+    "CudaDevice",
+    "CudaDriver",
+    "Device",
     "DeviceError",
     "DevicePool",
     "Event",
@@ -78,6 +86,7 @@ _MODULES = {
     "AgreementGroups": "agreement",
     "make_groups": "agreement",
     "BurstController": "controller",
+    "CudaDevice": "cuda",
     "PoolTransfer": "burst_lane",
     "LayerDoneCounter": "layer_done",
     "PageAllocator": "page_allocator",

@@ -15,6 +15,7 @@ from kvburst.demo_options import (
     DEFAULT_MODELLED_PAGES,
     DEFAULT_PAGES,
     DemoOptions,
+    DeviceName,
     Groups,
     Layout,
     Mode,
@@ -85,6 +86,13 @@ def _kvburst(
 
 @app.command()
 def demo(
+    device: Annotated[
+        DeviceName,
+        typer.Option(
+            help="host: host memory plays both tiers; cuda: the first GPU, whose driver"
+            " KVBURST_LIBCUDA may name."
+        ),
+    ] = DEFAULTS.device,
     geometry: Annotated[
         str, typer.Option(metavar="NAME", help=f"A model's pools: {', '.join(GEOMETRY_NAMES)}.")
     ] = DEFAULTS.geometry,
@@ -132,7 +140,7 @@ def demo(
     link: Annotated[
         Literal["none", LinkName],
         typer.Option(
-            help="Whose timing. none: this machine's memory, as measured; the others are simulated,"
+            help="Whose timing. none: the device's own, as measured; the others are simulated,"
             " with 50 GB/s and 2.3 us (h100) or 0.5 us (h100-batch) a copy."
         ),
     ] = "none",
@@ -188,12 +196,14 @@ def demo(
       kvburst demo --separate
       kvburst demo --link h100 --compare --plot timeline.png
       kvburst demo --link h100 --forward 1 --groups none
+      kvburst demo --device cuda --pages 256
     """
     with _one_line_errors("demo"):
         _check_file("--json", json_file)
         _check_file("--plot", plot)
         usual_pages = DEFAULT_PAGES if link == "none" else DEFAULT_MODELLED_PAGES
         options = DemoOptions(
+            device=device,
             geometry=geometry,
             pages=usual_pages if pages is None else pages,
             device_pages=device_pages,

@@ -11,7 +11,7 @@ from kvburst._core import (
     BurstError,
     BurstIssuer,
     BurstPages,
-    HostDevice,
+    Device,
     KVBurstError,
     LayerGate,
     LayoutError,
@@ -22,6 +22,7 @@ from kvburst._indices import StreamIndices
 from kvburst.acks import Ack, AckQueue
 from kvburst.agreement import AckCounter, Agreement
 from kvburst.burst_lane import BurstLane, PoolTransfer
+from kvburst.cuda import memory_device
 from kvburst.layer_done import LayerDoneCounter
 from kvburst.page_allocator import PageAllocator
 from kvburst.pools import Pool
@@ -77,7 +78,7 @@ class BurstController:
     def __init__(
         self,
         pools: Sequence[Pool],
-        device: HostDevice,
+        device: Device,
         *,
         device_allocator: PageAllocator,
         host_allocator: PageAllocator,
@@ -155,11 +156,11 @@ class BurstController:
         for pool in self.pools:
             if names.count(pool.name) > 1:
                 raise LayoutError(f"pools: {names.count(pool.name)} pools are named '{pool.name}'")
-            memory = pool.device.layers[0].device
-            if memory.type != "cpu":  # HostDevice copies within host memory
+            memory, needed = pool.device.layers[0].device, memory_device(self.device)
+            if memory != needed:
                 raise LayoutError(
                     f"pool '{pool.name}': its layers are on {memory}, the device "
-                    f"'{self.device.name}' copies within host memory"
+                    f"'{self.device.name}' copies from and to tensors on {needed}"
                 )
 
     def _common_page_size(self) -> int:

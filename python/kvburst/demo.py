@@ -12,13 +12,22 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from kvburst._core import CopyLimits, Event, HostDevice, KVBurstError, PlanOptions, Stream
+from kvburst._core import (
+    ComputeDevice,
+    CopyLimits,
+    Event,
+    HostDevice,
+    KVBurstError,
+    PlanOptions,
+    Stream,
+)
 from kvburst.acks import Ack, AckQueue
 from kvburst.controller import BurstController
+from kvburst.cuda import CudaDevice, memory_device, tier_memory
 from kvburst.demo_options import DemoOptions, Groups, Mode
 from kvburst.demo_result import DemoResult, Direction, Mismatch, Place, Span, Timeline, Transfer
 from kvburst.geometries import Geometry, geometry
-from kvburst.host_memory import GIB, allocate_host, memory_budget
+from kvburst.host_memory import GIB, memory_budget
 from kvburst.links import LINKS
 from kvburst.page_allocator import PageAllocator
 from kvburst.pools import DevicePool, HostPool, Pool
@@ -59,10 +68,12 @@ class Demo:
 
         real = _scaled(self.geometry, self.row_scale)
         self._byte_scale = self.geometry.bytes_per_page / real.bytes_per_page
+        self.device = self._new_device(options.groups)
         self._check_memory(real)
+        self._memory = tier_memory(self.device)
         self.pools = tuple(self._new_pool(real, number) for number in range(len(real.pools)))
         self._snapshots = tuple(
-            allocate_host(
+            self._memory.device(
                 len(pool.device.layers) * pool.device.pages * pool.device.page_bytes
             ).view(len(pool.device.layers), pool.device.pages, pool.device.page_bytes)
             for pool in self.pools
@@ -82,7 +93,6 @@ class Demo:
         self.on_host = torch.empty(0, dtype=torch.int64)
         self.targets = torch.empty(0, dtype=torch.int64)
 
-        self.device = self._new_device(options.groups)
         self.controller = self._new_controller(self.device, options.groups, options.mode)
 
     def run(self) -> DemoResult:
@@ -101,6 +111,8 @@ class Demo:
             self.device.synchronize()  # nothing may be written once the snapshots are gone
         return DemoResult(
             options=self.options,
+            device=_in_words(self.device),
+            stand_in=isinstance(self.device, CudaDevice) and self.device.driver.stand_in,
             geometry=self.geometry,
             device_pages=self.device_pages,
             held_device_pages=self.device_pages - 2 * self.options.pages,
@@ -157,6 +169,7 @@ class Demo:
         """Every device page loses its bytes, but for those that others hold."""
         lost = torch.ones(self.device_pages, dtype=torch.bool)
         lost[self._pages(self.held)] = False
+        lost = lost.to(self._snapshots[0].device)
         for pool, snapshot in zip(self.pools, self._snapshots, strict=True):
             for position in range(len(pool.device.layers)):
                 _device_pages(pool, position)[lost] = SCRIBBLE
@@ -231,8 +244,9 @@ class Demo:
                 device[targets] = original[sources]
                 host = original.new_full((self.host_pages, pool.device.page_bytes), HOST_CANARY)
                 host[host_pages] = original[sources]
-                snapshot = self._snapshots[number][position]
-                on_device, on_host = _device_pages(pool, position), _host_pages(pool, position)
+                snapshot = self._snapshots[number][position].cpu()
+                on_device = _device_pages(pool, position).cpu()
+                on_host = _host_pages(pool, position)
                 yield from _mismatches("snapshot", pool.name, layer, device, snapshot)
                 yield from _mismatches("device", pool.name, layer, device, on_device)
                 yield from _mismatches("host", pool.name, layer, host, on_host)
@@ -240,14 +254,15 @@ class Demo:
 
     # --- parts ---------------------------------------------------------------------------
 
-    def _new_device(self, groups: Groups) -> HostDevice:
-        name = self.options.link
+    def _new_device(self, groups: Groups) -> ComputeDevice:
+        name, limits = self.options.link, CopyLimits(tall_copies=groups != "none")
+        if self.options.device == "cuda":
+            return CudaDevice(limits=limits)
         return HostDevice(
-            link=None if name is None else LINKS[name].model(self._byte_scale),
-            limits=CopyLimits(tall_copies=groups != "none"),
+            link=None if name is None else LINKS[name].model(self._byte_scale), limits=limits
         )
 
-    def _new_controller(self, device: HostDevice, groups: Groups, mode: Mode) -> BurstController:
+    def _new_controller(self, device: ComputeDevice, groups: Groups, mode: Mode) -> BurstController:
         options = PlanOptions(
             ramp=groups == "ramp",
             merge_neighbours=groups != "none",
@@ -269,18 +284,23 @@ class Demo:
             pages=self.device_pages,
             page_size=real.page_size,
             one_allocation=self.options.one_allocation,
+            memory=self._memory.device,
         )
-        host = HostPool.allocate(device, pages=self.host_pages, layout=self.options.layout)
+        host = HostPool.allocate(
+            device, pages=self.host_pages, layout=self.options.layout, pin=self._memory.pin
+        )
         return Pool.pair(device, host)
 
     def _check_memory(self, real: Geometry) -> None:
-        needed = real.bytes_per_page * (2 * self.device_pages + self.host_pages)
+        in_host_memory = memory_device(self.device).type == "cpu"
+        pages = self.host_pages + (2 * self.device_pages if in_host_memory else 0)
+        needed = real.bytes_per_page * pages
         budget = memory_budget()
         if needed > budget.nbytes:
             raise KVBurstError(
                 f"--pages: {self.options.pages} pages of {self.options.geometry} need"
-                f" {needed / GIB:.1f} GiB on both tiers and for snapshots, above the"
-                f" {budget.nbytes / GIB:.1f} GiB of host memory that may be taken"
+                f" {needed / GIB:.1f} GiB of host memory, above the"
+                f" {budget.nbytes / GIB:.1f} GiB of it that may be taken"
             )
 
     def _scatter(self, allocator: PageAllocator) -> None:
@@ -311,7 +331,7 @@ class Demo:
         words.random_(-(1 << 63), None, generator=torch.Generator().manual_seed(seed))
         return words.view(torch.uint8)[:nbytes].view(device.pages, device.page_bytes)
 
-    def _take_snapshot(self, device: HostDevice, stream: Stream, layer: int) -> None:
+    def _take_snapshot(self, device: ComputeDevice, stream: Stream, layer: int) -> None:
         """Enqueues a copy of the layer, all its device pages, in every pool that has it."""
         for pool, snapshot in zip(self.pools, self._snapshots, strict=True):
             if layer in pool.device.layer_ids:
@@ -324,9 +344,9 @@ class Demo:
                     target.numel(),
                 )
 
-    def _snapshots_ms(self, device: HostDevice) -> float:
+    def _snapshots_ms(self, device: ComputeDevice) -> float:
         """Milliseconds that the snapshots of all layers take on a stream."""
-        if device.link is not None:
+        if isinstance(device, HostDevice) and device.link is not None:
             return 0.0  # only what crosses the link takes modelled time
         stream = device.new_stream()
         begin, end = device.new_event(), device.new_event()
@@ -353,6 +373,16 @@ class Demo:
             fallbacks=dict(ack.burst.fallbacks),
             stats=lane.recent[-1],
         )
+
+
+def _in_words(device: ComputeDevice) -> str:
+    if not isinstance(device, CudaDevice):
+        return device.name
+    version = device.driver.version
+    return (
+        f"{device.name}, {device.gpu_name}, driver {device.driver.library}"
+        f" {version // 1000}.{version % 1000 // 10}, {device.copy_calls}"
+    )
 
 
 def _retire(acks: AckQueue) -> Ack:

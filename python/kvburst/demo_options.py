@@ -11,6 +11,7 @@ from kvburst.links import LinkName
 Layout = Literal["page_first_direct", "layer_first"]
 Groups = Literal["ramp", "neighbours", "none"]
 Mode = Literal["thread", "inline"]
+DeviceName = Literal["host", "cuda"]
 
 MAX_SEED = (1 << 32) - 1
 MAX_CHUNK_PAGES = (1 << 31) - 1
@@ -23,12 +24,13 @@ DEFAULT_MODELLED_PAGES = 1024
 @dataclass(frozen=True)
 class DemoOptions:
     """Sizes are in pages. ``device_pages`` 0 leaves them to the demo, ``chunk_pages`` 0 is no
-    bound, ``link`` None is this machine's own memory. ``forward`` is a multiple of the time that
-    the grouped copies of the load take.
+    bound, ``link`` None is the device's own; only ``host`` can play another. ``forward`` is a
+    multiple of the time that the grouped copies of the load take.
 
     Raises ``KVBurstError`` naming the command's option, the value and the bound.
     """
 
+    device: DeviceName = "host"
     geometry: str = "deepseek-v3"
     pages: int = DEFAULT_PAGES
     device_pages: int = 0
@@ -55,6 +57,11 @@ class DemoOptions:
             raise KVBurstError(
                 f"--device-pages: {self.device_pages} is not above {2 * self.pages}, twice --pages:"
                 " pages come back to other places than they left, and some are left alone"
+            )
+        if self.link is not None and self.device != "host":
+            raise KVBurstError(
+                f"--link: {self.link} is simulated, which device {self.device} cannot be; leave one"
+                " of --link and --device out"
             )
         if not math.isfinite(self.forward) or self.forward < 0:
             raise KVBurstError(f"--forward: {self.forward} is not a number of at least 0")

@@ -81,7 +81,8 @@ def _heading(result: DemoResult) -> Text:
         ("kvburst demo", "bold"),
         f": {geometry.name} ({pools})\n",
         f"{options.pages} pages of {geometry.page_size} tokens, {options.layout},"
-        f" layers in {allocation}",
+        f" layers in {allocation}\n",
+        f"device {result.device}",
     )
 
 
@@ -113,6 +114,8 @@ def _notes(result: DemoResult) -> Iterator[str]:
             yield f"{transfer.direction}: {copies:,} copies more than grouped layers need: {reason}"
     if result.options.link is not None:
         yield f"simulated: {LINKS[result.options.link].source}"
+    if result.stand_in:
+        yield "simulated: a stand-in plays the driver; times are this machine's, and no GPU's"
     if result.row_scale > 1:
         yield (
             f"simulated: rows in memory are 1/{result.row_scale} of the geometry's, so"
@@ -140,6 +143,8 @@ def as_json(result: DemoResult) -> dict[str, Any]:
     transfers = (result.backup, result.load)
     return {
         "bit_exact": result.bit_exact,
+        "device": options.device,
+        "device_in_words": result.device,
         "mode": options.mode,
         "link": options.link or "none",
         "simulated": result.simulated,

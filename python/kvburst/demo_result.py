@@ -89,10 +89,12 @@ class DemoResult:
     ``stalls_ms`` is the time that the forward stood at its layers, for their issue or for their
     bytes, measured on its own stream; ``forward_ms`` its length with them. ``row_scale`` is how
     many times smaller the rows in memory are than the geometry's. ``checked_bytes`` counts what was
-    compared.
+    compared. ``device`` says in words what it ran on; with ``stand_in`` no GPU was behind it.
     """
 
     options: DemoOptions
+    device: str
+    stand_in: bool
     geometry: Geometry
     device_pages: int
     held_device_pages: int
@@ -113,8 +115,8 @@ class DemoResult:
 
     @property
     def simulated(self) -> bool:
-        """Whether a link model made the times."""
-        return self.options.link is not None
+        """Whether a link model made the times, or a stand-in for a GPU."""
+        return self.options.link is not None or self.stand_in
 
     @property
     def overlap_ratio(self) -> float:

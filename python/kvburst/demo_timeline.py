@@ -50,7 +50,10 @@ def title(result: DemoResult) -> str:
     """What is shown, and that it is simulated where a link model made the times."""
     options = result.options
     words = f"Load-back under a forward, mode {options.mode}, groups {options.groups}"
-    return f"{words}, link {options.link} (simulated)" if result.simulated else words
+    if not result.simulated:
+        return words
+    source = f"link {options.link}" if options.link is not None else "a stand-in driver"
+    return f"{words}, {source} (simulated)"
 
 
 def show_timeline(result: DemoResult, console: Console, end: float) -> None:

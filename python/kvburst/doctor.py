@@ -1,11 +1,10 @@
 """What this machine has for kvburst, and why it lacks what it lacks.
 
-Looks and takes nothing: no memory, no device. SGLang is known by its package metadata alone.
+Looks and takes nothing: no memory, no context on a GPU. SGLang is known by its package metadata
+alone.
 """
 
-import ctypes
 import importlib.metadata
-import os
 import platform
 import resource
 from dataclasses import dataclass
@@ -26,7 +25,6 @@ from kvburst.host_memory import (
     online_numa_nodes,
 )
 
-DRIVER_LIBRARY = "libcuda.so.1"
 PACKAGES = ("torch", "sglang")
 
 
@@ -56,12 +54,12 @@ class Diagnosis:
     numa_nodes: Finding
 
 
-def examine(
-    root: Path = Path("/"), driver_library: str = os.environ.get("KVBURST_LIBCUDA", DRIVER_LIBRARY)
-) -> Diagnosis:
-    """Looks. ``root`` is where ``proc`` and ``sys`` are looked for; ``driver_library`` is loaded,
-    and asked for nothing but its version. Never raises for what is missing."""
+def examine(root: Path = Path("/"), driver_library: str | None = None) -> Diagnosis:
+    """Looks. ``root`` is where ``proc`` and ``sys`` are looked for. ``driver_library`` (by default
+    what a `CudaDevice` loads) is loaded, started and asked for its GPUs; no context is made on
+    them. Never raises for what is missing."""
     build = _core.build_info()
+    driver = _load(driver_library)
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     return Diagnosis(
         kvburst=_core.__version__,
@@ -72,9 +70,9 @@ def examine(
         packages={name: _package(name) for name in PACKAGES},
         devices={
             "host": Finding(True, "copies within host memory; every machine has it"),
-            "cuda": Finding(False, "not in this release"),
+            "cuda": _gpus(driver),
         },
-        driver_library=_driver(driver_library),
+        driver_library=_driver(driver),
         memlock_bytes=None if soft == resource.RLIM_INFINITY else soft,
         memory=memory_budget(root=root),
         numa_nodes=_numa_nodes(root),
@@ -88,20 +86,42 @@ def _package(name: str) -> Finding:
         return Finding(False, "not installed")
 
 
-def _driver(library: str) -> Finding:
+def _load(library: str | None) -> _core.CudaDriver | str:
+    """The driver, or why there is none."""
     try:
-        driver = ctypes.CDLL(library)
-    except OSError as error:
-        return Finding(False, f"cannot be loaded: {error}")
-    version = ctypes.c_int()
+        return _core.CudaDriver(library)
+    except _core.DeviceError as error:
+        return str(error).removeprefix("CUDA driver: ")
+
+
+def _driver(driver: _core.CudaDriver | str) -> Finding:
+    if isinstance(driver, str):
+        return Finding(False, driver)
+    words = f"{driver.library}: CUDA {_version(driver.version)}"
+    if driver.stand_in:
+        words += ", which stands in for a driver: no GPU is behind it"
+    return Finding(True, words)
+
+
+def _gpus(driver: _core.CudaDriver | str) -> Finding:
+    if isinstance(driver, str):
+        return Finding(False, "no driver")
     try:
-        status = driver.cuDriverGetVersion(ctypes.byref(version))
-    except AttributeError:
-        return Finding(False, f"{library}: has no cuDriverGetVersion")
-    if status != 0:
-        return Finding(False, f"{library}: cuDriverGetVersion returned {status}")
-    major, minor = version.value // 1000, version.value % 1000 // 10
-    return Finding(True, f"{library}: CUDA {major}.{minor}")
+        names = driver.gpu_names()
+    except _core.DeviceError as error:
+        return Finding(False, f"the driver does not start: {error}")
+    if not names:
+        return Finding(False, "the driver has no GPU")
+    calls = (
+        f"copies in batches, as of {_version(driver.batch_version)}"
+        if driver.batch_version
+        else "a driver call a copy, since the batch calls came with 12.8"
+    )
+    return Finding(True, f"{', '.join(names)}; {calls}")
+
+
+def _version(number: int) -> str:
+    return f"{number // 1000}.{number % 1000 // 10}"
 
 
 def _numa_nodes(root: Path) -> Finding:

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from kvburst._core import BurstEvent, DeviceError, HostDevice, LayerGate, Stream
+from kvburst._core import BurstEvent, Device, DeviceError, LayerGate, Stream
 
 
 class ReachedEvent:
@@ -27,7 +27,7 @@ class LayerLoadingEvent:
 
     burst: int
     _gate: LayerGate
-    _device: HostDevice
+    _device: Device
 
     def wait(self, layer_index: int, stream: Stream | None = None) -> None:
         """Order `stream` (default: the current one) behind the layer, every pool's part of it.
@@ -55,7 +55,7 @@ class LayerLoadingEvents:
     """`events[id]`: the layers of load `id`, for every id that `start_loading` has returned."""
 
     _gate: LayerGate
-    _device: HostDevice
+    _device: Device
 
     def __getitem__(self, burst: int) -> LayerLoadingEvent:
         return LayerLoadingEvent(burst, self._gate, self._device)
@@ -67,7 +67,7 @@ class LayerDoneCounter:
     Belongs to the scheduler thread, but for `wait_until` and the events, which any thread may use.
     """
 
-    def __init__(self, gate: LayerGate, device: HostDevice) -> None:
+    def __init__(self, gate: LayerGate, device: Device) -> None:
         self._gate = gate
         self.events = LayerLoadingEvents(gate, device)
         self.producer_index = -1

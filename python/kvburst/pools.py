@@ -9,7 +9,7 @@ values that keep their tensors alive; what is refused is refused while describin
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal, Protocol, get_args
 
 import torch
 
@@ -21,8 +21,19 @@ HostLayout = Literal["page_first_direct", "layer_first"]
 
 # So many bytes of memory as a one-dimensional uint8 tensor, which owns them.
 Memory = Callable[[int], torch.Tensor]
-# Registers such a tensor's memory with a device; the pinned ranges as (address, bytes).
-Pin = Callable[[torch.Tensor], Sequence[tuple[int, int]]]
+
+
+class Pinned(Protocol):
+    """Host memory that is registered with a device for as long as this lives."""
+
+    @property
+    def ranges(self) -> Sequence[tuple[int, int]]:
+        """(address, bytes) of each registration."""
+
+
+# Registers such a tensor's memory with a device; no registration ends within a multiple of so many
+# bytes.
+Pin = Callable[[torch.Tensor, int], Pinned]
 
 
 @dataclass(frozen=True, eq=False)
@@ -190,9 +201,10 @@ class DevicePool:
 
     @property
     def allocations(self) -> tuple[tuple[int, int], ...]:
-        """(address, bytes) of each distinct storage that the layers lie in, in layer order."""
-        storages = (tensor.untyped_storage() for tensor in self.layers)
-        return tuple(dict.fromkeys((each.data_ptr(), each.nbytes()) for each in storages))
+        """(address, bytes) of each distinct piece of memory that the layers lie in, in layer
+        order: torch's storages, but for those that it puts together of several pieces."""
+        pieced = _expandable_segments(self.layers[0].device)
+        return tuple(dict.fromkeys(_allocation(tensor, pieced) for tensor in self.layers))
 
     def tier(self) -> DeviceTier:
         """The native description. It holds addresses only: keep this pool as long as it is used."""
@@ -212,6 +224,7 @@ class HostPool:
     in ``layer_first``; what follows the two are the ``page_bytes`` of one page of one layer,
     packed. ``rows`` holds the host row of each of ``layer_ids``, or None for a layer that is not
     stored here. ``registrations`` are the pinned ranges as (address, bytes); none for plain memory.
+    ``pinned`` is what keeps them registered, where that is this pool's to do.
     """
 
     name: str
@@ -220,6 +233,7 @@ class HostPool:
     rows: tuple[int | None, ...]
     tensor: torch.Tensor
     registrations: tuple[tuple[int, int], ...] = ()
+    pinned: Pinned | None = None
 
     def __post_init__(self) -> None:
         what = f"pool {self.name!r}: host tensor"
@@ -258,8 +272,8 @@ class HostPool:
         Rows follow the order of the layers without gaps, so no byte is held for a layer that is
         not stored. ``memory`` gives the bytes: by default ``allocate_host``, plain memory within
         the budget, interleaved over NUMA nodes with ``partial(allocate_host,
-        numa_interleave=True)``. ``pin`` registers them with a device and returns the pinned ranges,
-        which must cover the buffer; copies keep within one range each.
+        numa_interleave=True)``. ``pin`` registers them with a device, as `CudaDevice.pin` does, in
+        ranges that must cover the buffer; copies keep within one range each.
         """
         _check_layout(device.name, layout)
         _check_at_least_one(device.name, "host pages", pages)
@@ -268,13 +282,15 @@ class HostPool:
         axes = (count, pages) if layout == "layer_first" else (pages, count)
         nbytes = count * pages * device.page_bytes
         buffer = memory(nbytes) if count else torch.empty(0, dtype=torch.uint8)
+        pinned = pin(buffer, device.page_bytes) if pin and count else None
         return cls(
             name=device.name,
             layout=layout,
             layer_ids=device.layer_ids,
             rows=rows,
             tensor=buffer.view(*axes, device.page_bytes),
-            registrations=tuple(pin(buffer)) if pin and count else (),
+            registrations=tuple(pinned.ranges) if pinned else (),
+            pinned=pinned,
         )
 
     @classmethod
@@ -385,6 +401,27 @@ class Pool:
     def num_layers(self) -> int:
         """Highest model layer id of the pool, plus one."""
         return self.layout.num_layers
+
+
+def _expandable_segments(device: torch.device) -> list[tuple[int, int]]:
+    """(address, bytes) of the GPU memory that torch has mapped piece by piece."""
+    if device.type != "cuda":
+        return []
+    return [
+        (segment["address"], segment["total_size"])
+        for segment in torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
+        if segment["is_expandable"]
+    ]
+
+
+def _allocation(tensor: torch.Tensor, pieced: Sequence[tuple[int, int]]) -> tuple[int, int]:
+    """What one copy may span around a layer. Of a storage in pieces no more than the layer: what a
+    driver does with rows that cross from one piece into another is not documented."""
+    storage = tensor.untyped_storage()
+    begin = storage.data_ptr()
+    if any(address <= begin < address + size for address, size in pieced):
+        return tensor.data_ptr(), _bytes_of(tensor)
+    return begin, storage.nbytes()
 
 
 def _rows(device: DevicePool, stored_layers: Sequence[int] | None) -> tuple[int | None, ...]:
