@@ -5,7 +5,7 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Literal
 
-from kvburst._core import LayerGate
+from kvburst._core import Burst, LayerGate
 from kvburst.acks import Ack
 from kvburst.agreement.reducer import AgreementStats
 
@@ -38,6 +38,26 @@ class BurstStats:
     stalls_ms: float | None
     """Milliseconds that streams stood at the gate. None where that is not measured: of backups, of
     loads issued inline, and of loads whose gate slot has moved on."""
+
+    @classmethod
+    def of(
+        cls, burst: Burst, gate: LayerGate | None, caller_us: float, alloc_us: float
+    ) -> "BurstStats":
+        """A burst that is done, and has not failed. gate: of a load, where it is known."""
+        return cls(
+            burst=burst.id,
+            direction=burst.direction,
+            pages=burst.num_pages,
+            copies=burst.num_copies,
+            bytes=burst.num_bytes,
+            caller_us=caller_us,
+            alloc_us=alloc_us,
+            queue_us=burst.queue_us,
+            first_copy_us=burst.first_copy_us,
+            issue_us=burst.issue_us,
+            copies_took_ms=burst.start_event.elapsed_time(burst.finish_event),
+            stalls_ms=None if gate is None else gate.stalls_ms(burst.id),
+        )
 
     @property
     def overlap_ratio(self) -> float | None:
@@ -91,22 +111,7 @@ class BurstRecorder:
             self._last_error = ack.error
             _logger.error("%s", ack.error)
             return
-        self._recent.append(
-            BurstStats(
-                burst=burst.id,
-                direction=burst.direction,
-                pages=burst.num_pages,
-                copies=burst.num_copies,
-                bytes=burst.num_bytes,
-                caller_us=ack.caller_us,
-                alloc_us=ack.alloc_us,
-                queue_us=burst.queue_us,
-                first_copy_us=burst.first_copy_us,
-                issue_us=burst.issue_us,
-                copies_took_ms=burst.start_event.elapsed_time(burst.finish_event),
-                stalls_ms=None if self._gate is None else self._gate.stalls_ms(burst.id),
-            )
-        )
+        self._recent.append(BurstStats.of(burst, self._gate, ack.caller_us, ack.alloc_us))
 
     def stats(self) -> LaneStats:
         return LaneStats(self._bursts, self._failures, self._last_error, tuple(self._recent))

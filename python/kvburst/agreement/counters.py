@@ -144,7 +144,8 @@ class ListCounter(Generic[AckT]):
     """The acks of a plain list, appended at its end and taken, or cleared, by others.
 
     acks: gives the list as it is now, such as `lambda: controller.ack_write_queue`.
-    error: what is known to have failed of an ack; by default nothing is.
+    ready: whether an ack can be taken, done or failed; by default its finish event is asked.
+    error: what is known to have failed of an ack that is ready; by default nothing is.
 
     What was taken follows from the newest ack seen and from what is left, at calls that every rank
     makes at the same points.
@@ -157,10 +158,12 @@ class ListCounter(Generic[AckT]):
         name: str,
         acks: Callable[[], Sequence[AckT]],
         error: Callable[[AckT], str | None] | None = None,
+        ready: Callable[[AckT], bool] = lambda ack: ack.finish_event.query(),
     ) -> None:
         self.name = name
         self._acks = acks
         self._error = error
+        self._ready = ready
         self._newest: AckT | None = None
         self._seen = 0
         self._reported = -1
@@ -179,7 +182,7 @@ class ListCounter(Generic[AckT]):
         number = self._taken()
         failures = []
         for ack in self._acks():
-            if not ack.finish_event.query():
+            if not self._ready(ack):
                 break
             text = None if self._error is None else self._error(ack)
             if text is not None and number > self._reported:

@@ -121,6 +121,11 @@ class AckReducer:
     def transport(self) -> Transport:
         return self._transport
 
+    @property
+    def rounds(self) -> int:
+        """Those that this rank took part in so far."""
+        return self._rounds
+
     def collect(self) -> list[int]:
         """How many of each queue every rank takes now; the caller takes exactly those.
 
@@ -235,7 +240,7 @@ class AckReducer:
             raise error
         counts = self._due(values)
         for counter, count in zip(self._counters, counts, strict=True):
-            if count > counter.waiting():
+            if count and count > counter.waiting():
                 raise AgreementError(
                     f"step {self._steps}: every rank has {count} of '{counter.name}' to take, this "
                     f"one has {counter.waiting()} left: some were taken by other means, untold",
