@@ -20,6 +20,7 @@
 #include "core/device.h"
 #include "core/error.h"
 #include "core/format.h"
+#include "core/page_allocator.h"
 
 /// What the files of the module share. They translate, and decide nothing.
 namespace kvburst::bindings {
@@ -64,6 +65,12 @@ inline Direction direction_of(const std::string& name) {
   if (name == "load") return Direction::load;
   if (name == "backup") return Direction::backup;
   throw LayoutError(text("direction: '", name, "' must be 'load' or 'backup'"));
+}
+
+inline Tier tier_of(const std::string& name) {
+  if (name == "device") return Tier::device;
+  if (name == "host") return Tier::host;
+  throw LayoutError(text("tier: '", name, "' must be 'device' or 'host'"));
 }
 
 /// A count that C++ keeps in `To`. Python's are not bounded, so its bounds are checked here, by

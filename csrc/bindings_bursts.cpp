@@ -78,7 +78,14 @@ and its copies are done, or it has failed and those that had been issued are don
             }
             return device.elapsed_ms(self.handle(), end.handle());
           },
-          py::arg("end"), "Milliseconds from this event to `end`; both must be reached.");
+          py::arg("end"), "Milliseconds from this event to `end`; both must be reached.")
+      .def(
+          "elapsed_time",
+          [](const BurstEvent& self, const BoundEvent& end) {
+            Device& device = self.burst->device();
+            return device.elapsed_ms(self.handle(), handle_on(end, device));
+          },
+          py::arg("end"));
 
   py::class_<Burst, std::shared_ptr<Burst>>(module, "Burst", R"(The record of one transfer.
 
@@ -107,6 +114,28 @@ May be read from any thread.)")
       .def_property_readonly(
           "fallbacks", [](const Burst& self) { return fallbacks(outcome(self).planned); },
           "Copies more than whole groups would take, by what makes them necessary.")
+      .def_property_readonly(
+          "host_digest", [](const Burst& self) { return host_digest(self.pages); },
+          R"(62 bits from the host pages of every pool, in order.
+
+Equal on ranks whose bursts move the same pages of a host tier that is the same on all.)")
+      .def(
+          "copy_page_ids",
+          [](const Burst& self, std::size_t pool, const std::string& tier, std::uintptr_t out) {
+            if (pool >= self.pages.list_of_pool.size()) {
+              throw PageError(text("pool: ", pool, " is out of range, the burst has ",
+                                   self.pages.list_of_pool.size(), " pools"));
+            }
+            const bool device = tier_of(tier) == Tier::device;
+            auto* ids = reinterpret_cast<std::int64_t*>(out);
+            for (const PagePair& pair : self.pages.of_pool(pool)) {
+              *ids++ = device ? pair.device : pair.host;
+            }
+          },
+          py::arg("pool"), py::kw_only(), py::arg("tier"), py::arg("out"),
+          R"(Writes the `num_pages` page ids of one pool as int64 to address `out`.
+
+In the order in which they were submitted; -1 for one that lies in device memory.)")
       .def_property_readonly(
           "error",
           [](const Burst& self) -> std::optional<std::string> {

@@ -1,5 +1,6 @@
 #include <functional>
 #include <optional>
+#include <span>
 #include <tuple>
 #include <utility>
 #include <vector>
@@ -31,6 +32,42 @@ class Stall {
  private:
   std::function<void()> let_go_;
 };
+
+/// Where streams wait for another to come, whichever is enqueued first.
+class MeetingPoint {
+ public:
+  MeetingPoint() = default;
+  MeetingPoint(const MeetingPoint&) = delete;
+  MeetingPoint& operator=(const MeetingPoint&) = delete;
+  ~MeetingPoint() {
+    if (!promised_) mark_->reach(now());
+  }
+
+  void reach(HostDevice& device, StreamHandle stream) {
+    if (promised_) throw DeviceError("meeting point: it was reached before, it serves once");
+    device.release(stream, mark_);
+    promised_ = true;
+  }
+  void wait(HostDevice& device, StreamHandle stream) const { device.hold(stream, mark_); }
+
+ private:
+  std::shared_ptr<Mark> mark_ = std::make_shared<Mark>();
+  /// A stream will come.
+  bool promised_ = false;
+};
+
+std::span<const std::int64_t> ids_at(std::uintptr_t address, std::size_t count) {
+  return {reinterpret_cast<const std::int64_t*>(address), count};
+}
+
+HostDevice& host_of(const BoundStream& stream) {
+  auto* const host = dynamic_cast<HostDevice*>(stream.device.get());
+  if (!host) {
+    throw DeviceError(
+        text("stream: of the device '", stream.device->name(), "', must be of 'host'"));
+  }
+  return *host;
+}
 
 std::shared_ptr<ComputeDevice> compute_of(const BoundStream& stream) {
   auto device = std::dynamic_pointer_cast<ComputeDevice>(stream.device);
@@ -173,6 +210,24 @@ void bind_streams(py::module_& module, py::class_<BoundEvent>& event,
 
   py::class_<Stall>(module, "Stall", "Holds a stream until it is released, or forgotten.")
       .def("release", &Stall::release);
+
+  py::class_<MeetingPoint>(module, "MeetingPoint",
+                           R"(An event that may be waited for before it is recorded, and once only.
+
+Streams of any `HostDevice` may meet at it. Forgotten before that, it holds nobody.)")
+      .def(py::init<>())
+      .def(
+          "reach",
+          [](MeetingPoint& self, const BoundStream& stream) {
+            self.reach(host_of(stream), stream.handle);
+          },
+          py::arg("stream"), "Makes it stand for this point of `stream`.")
+      .def(
+          "wait",
+          [](const MeetingPoint& self, const BoundStream& stream) {
+            self.wait(host_of(stream), stream.handle);
+          },
+          py::arg("stream"), "Orders `stream` behind it, though it may be reached by nobody yet.");
 }
 
 }  // namespace
@@ -241,6 +296,25 @@ The memory must stay until they are done.)");
           R"(Enqueues a copy within the device, between two addresses; all sizes in bytes.
 
 Counted nowhere and slowed by no link. The memory must stay until it is done.)")
+      .def(
+          "gather",
+          [](HostDevice& self, const BoundStream& stream, std::uintptr_t packed,
+             std::uintptr_t rows, std::uintptr_t ids, std::size_t count, std::size_t row_bytes) {
+            self.gather(handle_on(stream, self), packed, rows, ids_at(ids, count), row_bytes);
+          },
+          py::arg("stream"), py::arg("packed"), py::arg("rows"), py::arg("ids"), py::arg("count"),
+          py::arg("row_bytes"),
+          R"(Enqueues copying `count` rows of the array at `rows` to `packed`, one after the other.
+
+All are addresses; the `count` int64 at `ids`, which rows, are read before the call returns.)")
+      .def(
+          "scatter",
+          [](HostDevice& self, const BoundStream& stream, std::uintptr_t rows,
+             std::uintptr_t packed, std::uintptr_t ids, std::size_t count, std::size_t row_bytes) {
+            self.scatter(handle_on(stream, self), rows, packed, ids_at(ids, count), row_bytes);
+          },
+          py::arg("stream"), py::arg("rows"), py::arg("packed"), py::arg("ids"), py::arg("count"),
+          py::arg("row_bytes"), "The reverse of `gather`.")
       .def(
           "fill",
           [](ComputeDevice& self, const BoundStream& stream, std::uintptr_t dst, std::uint8_t value,

@@ -64,12 +64,6 @@ std::vector<MemoryRange> ranges(const std::vector<AddressAndSize>& pairs) {
   return out;
 }
 
-Tier tier_of(const std::string& name) {
-  if (name == "device") return Tier::device;
-  if (name == "host") return Tier::host;
-  throw LayoutError(text("tier: '", name, "' must be 'device' or 'host'"));
-}
-
 std::span<const PagePair> collected_from(const BoundPages& pages, std::size_t first) {
   const std::span<const PagePair> all = pages.pages.lists().of_pool(0);
   if (first > all.size()) {

@@ -19,6 +19,7 @@ from kvburst import (
     PlanOptions,
     Pool,
 )
+from kvburst._core import MeetingPoint
 
 
 def test_with_makes_a_stream_this_threads_current_one() -> None:
@@ -127,3 +128,53 @@ def test_limits_and_options_name_the_field_and_its_bound(
 ) -> None:
     with pytest.raises(LayoutError, match=rf"{field}: {value}"):
         kind(**{field: value})
+
+
+def test_meeting_point_holds_a_stream_that_came_first_until_the_other_reaches_it(
+    device: HostDevice,
+) -> None:
+    first, other = device.new_stream(), device.new_stream()
+    stall = device.stall(other)
+    point = MeetingPoint()
+    point.wait(first)
+    point.reach(other)
+    assert not first.query()
+    stall.release()
+    first.synchronize()
+    point.wait(first)  # It was reached: it holds nobody.
+    first.synchronize()
+
+
+def test_streams_of_two_devices_meet() -> None:
+    here, there = HostDevice(), HostDevice()
+    stream = here.new_stream()
+    point = MeetingPoint()
+    point.wait(stream)
+    point.reach(there.current_stream())
+    stream.synchronize()
+
+
+def test_forgotten_meeting_point_holds_nobody_and_one_that_will_be_reached_still_does(
+    device: HostDevice,
+) -> None:
+    first, other = device.new_stream(), device.new_stream()
+    forgotten = MeetingPoint()
+    forgotten.wait(first)
+    del forgotten
+    first.synchronize()
+
+    stall = device.stall(other)
+    promised = MeetingPoint()
+    promised.reach(other)
+    promised.wait(first)
+    del promised
+    assert not first.query()
+    stall.release()
+    first.synchronize()
+
+
+def test_meeting_point_serves_once(device: HostDevice) -> None:
+    point = MeetingPoint()
+    point.reach(device.current_stream())
+    with pytest.raises(DeviceError, match="reached before, it serves once"):
+        point.reach(device.current_stream())

@@ -15,6 +15,24 @@ constexpr std::int64_t kPagesAhead = 16;
 
 }  // namespace
 
+std::int64_t host_digest(const PageLists& pages) {
+  constexpr std::uint64_t kMask = (1ull << 62) - 1;
+  std::uint64_t state = 0x9e3779b97f4a7c15;
+  // The finaliser of splitmix64: every bit of what went in changes half of those that come out.
+  const auto mix = [&](std::uint64_t word) {
+    state += word + 0x9e3779b97f4a7c15;
+    state = (state ^ (state >> 30)) * 0xbf58476d1ce4e5b9;
+    state = (state ^ (state >> 27)) * 0x94d049bb133111eb;
+    state ^= state >> 31;
+  };
+  for (std::size_t pool = 0; pool < pages.list_of_pool.size(); ++pool) {
+    const std::span<const PagePair> pairs = pages.of_pool(pool);
+    mix(pairs.size());
+    for (const PagePair& pair : pairs) mix(static_cast<std::uint64_t>(pair.host));
+  }
+  return static_cast<std::int64_t>(state & kMask);
+}
+
 BurstPages::BurstPages(std::span<const PoolLayout> layouts, Direction direction,
                        std::int64_t page_size, IndexCheck check)
     : direction_(direction), page_size_(page_size), check_(check) {

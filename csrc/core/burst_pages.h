@@ -48,6 +48,11 @@ struct PageLists {
   }
 };
 
+/// A number from the host pages of every pool, in order: equal on ranks that loaded the same pages,
+/// and all but certainly different on ranks that did not. 62 bits, so that it can be negated, and
+/// summed with another, in 64.
+std::int64_t host_digest(const PageLists& pages);
+
 /// Collects the pages of the burst that is being put together, and checks them.
 ///
 /// Everything a caller can get wrong about indices is found here, while the call that brought them

@@ -214,6 +214,42 @@ void HostDevice::enqueue(StreamHandle handle, const Copy& copy) {
   stream->push(HostStream::Copies{std::move(work), nullptr});
 }
 
+template <class CopyOf>
+void HostDevice::enqueue_rows(StreamHandle handle, std::span<const std::int64_t> ids,
+                              CopyOf copy_of) {
+  const std::shared_ptr<HostStream> stream = find_stream(handle);
+  if (ids.empty()) return;
+  std::vector<Copy> work = stream->spare();
+  work.reserve(ids.size());
+  for (std::size_t i = 0; i < ids.size(); ++i) work.push_back(copy_of(i));
+  check(work.front());
+  stream->push(HostStream::Copies{std::move(work), nullptr});
+}
+
+void HostDevice::gather(StreamHandle stream, std::uintptr_t packed, std::uintptr_t rows,
+                        std::span<const std::int64_t> ids, std::size_t row_bytes) {
+  enqueue_rows(stream, ids, [&](std::size_t i) {
+    return Copy{packed + i * row_bytes,
+                rows + static_cast<std::uintptr_t>(ids[i]) * row_bytes,
+                row_bytes,
+                1,
+                0,
+                0};
+  });
+}
+
+void HostDevice::scatter(StreamHandle stream, std::uintptr_t rows, std::uintptr_t packed,
+                         std::span<const std::int64_t> ids, std::size_t row_bytes) {
+  enqueue_rows(stream, ids, [&](std::size_t i) {
+    return Copy{rows + static_cast<std::uintptr_t>(ids[i]) * row_bytes,
+                packed + i * row_bytes,
+                row_bytes,
+                1,
+                0,
+                0};
+  });
+}
+
 void HostDevice::fill(StreamHandle stream, std::uintptr_t dst, std::uint8_t value,
                       std::size_t size) {
   find_stream(stream)->push(HostStream::Fill{dst, value, size});
@@ -230,8 +266,16 @@ std::function<void()> HostDevice::hold(StreamHandle stream) {
 
 std::shared_ptr<Mark> HostDevice::stall(StreamHandle stream) {
   auto mark = std::make_shared<Mark>();
-  find_stream(stream)->push(HostStream::WaitFor{mark});
+  hold(stream, mark);
   return mark;
+}
+
+void HostDevice::hold(StreamHandle stream, std::shared_ptr<Mark> mark) {
+  find_stream(stream)->push(HostStream::WaitFor{std::move(mark)});
+}
+
+void HostDevice::release(StreamHandle stream, std::shared_ptr<Mark> mark) {
+  find_stream(stream)->push(HostStream::Reach{std::move(mark)});
 }
 
 }  // namespace kvburst

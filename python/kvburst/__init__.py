@@ -36,7 +36,9 @@ if TYPE_CHECKING:
     from kvburst.burst_lane import PoolTransfer
     from kvburst.controller import BurstController
     from kvburst.cuda import CudaDevice
+    from kvburst.exchange import GroupChannel, RankShard
     from kvburst.layer_done import LayerDoneCounter
+    from kvburst.ownership import Ownership
     from kvburst.page_allocator import PageAllocator
     from kvburst.pools import DevicePool, HostPool, Pool
 
@@ -59,17 +61,20 @@ __all__ = [
     "DeviceError",
     "DevicePool",
     "Event",
+    "GroupChannel",
     "HostDevice",
     "HostPool",
     "KVBurstError",
     "LayerDoneCounter",
     "LayoutError",
     "LinkModel",
+    "Ownership",
     "PageAllocator",
     "PageError",
     "PlanOptions",
     "Pool",
     "PoolTransfer",
+    "RankShard",
     "StepBoard",
     "Stream",
     "StreamIndices",
@@ -88,7 +93,10 @@ _MODULES = {
     "BurstController": "controller",
     "CudaDevice": "cuda",
     "PoolTransfer": "burst_lane",
+    "GroupChannel": "exchange",
     "LayerDoneCounter": "layer_done",
+    "Ownership": "ownership",
+    "RankShard": "exchange",
     "PageAllocator": "page_allocator",
     "StreamIndices": "_indices",
     "DevicePool": "pools",

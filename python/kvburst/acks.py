@@ -2,11 +2,14 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import overload
+from typing import TYPE_CHECKING, overload
 
 import torch
 
 from kvburst._core import Burst, BurstEvent
+
+if TYPE_CHECKING:
+    from kvburst.exchange.load import ExchangedEvent, ExchangedLoad
 
 
 @dataclass(frozen=True)
@@ -26,6 +29,8 @@ class Ack:
     """Microseconds that the allocators took on it beside that."""
     kept: tuple[torch.Tensor, ...] = ()
     """Index tensors in device memory, which the issuer reads."""
+    exchanged: "ExchangedLoad | None" = None
+    """What is behind the copies of a sharded load."""
 
     @property
     def node_ids(self) -> list[int]:
@@ -45,19 +50,20 @@ class Ack:
     @property
     def error(self) -> str | None:
         """Operation, group and nodes of a burst that failed; None otherwise."""
-        return self.burst.error
+        return self.burst.error if self.exchanged is None else self.exchanged.error
 
     @property
-    def start_event(self) -> BurstEvent:
-        return self.burst.start_event
+    def start_event(self) -> "BurstEvent | ExchangedEvent":
+        return self.burst.start_event if self.exchanged is None else self.exchanged.start_event
 
     @property
-    def finish_event(self) -> BurstEvent:
+    def finish_event(self) -> "BurstEvent | ExchangedEvent":
         """`query` is true once the burst has been issued and its copies are done.
 
-        Of a burst that failed, once the copies that had been issued are.
+        Of a burst that failed, once the copies that had been issued are. Of a sharded load, once
+        every layer has been exchanged, too.
         """
-        return self.burst.finish_event
+        return self.burst.finish_event if self.exchanged is None else self.exchanged.finish_event
 
     @property
     def timing_enabled(self) -> bool:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import index
 from time import perf_counter_ns
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 
@@ -13,6 +13,9 @@ from kvburst._indices import StreamIndices, deferred_view, index_view
 from kvburst.acks import Ack, AckQueue
 from kvburst.page_allocator import PageAllocator
 from kvburst.stats import BurstRecorder
+
+if TYPE_CHECKING:
+    from kvburst.exchange.exchange import Exchange
 
 _TIERS: tuple[Literal["device", "host"], ...] = ("device", "host")
 
@@ -97,6 +100,7 @@ class BurstLane:
         host_allocator: PageAllocator,
         recorder: BurstRecorder,
         memory_device: torch.device,
+        exchange: "Exchange | None" = None,
     ) -> None:
         holds = _Holds(device_allocator, host_allocator)
         self.issuer = issuer
@@ -108,6 +112,7 @@ class BurstLane:
         self._pool_names = pool_names
         self._holds = holds
         self._memory_device = memory_device
+        self._exchange = exchange
         self._fills = host_allocator if direction == "backup" else device_allocator
         self._node_ids: list[int] = []
         self._kept: list[torch.Tensor] = []
@@ -226,6 +231,9 @@ class BurstLane:
         if burst is None:
             return None
         self._holds.submitted(burst)
+        exchanged = None
+        if self._exchange is not None:
+            exchanged = self._exchange.begin(burst, stream, fence)
         tokens = burst.num_pages * page_size
         caller_ns = self._caller_ns + perf_counter_ns() - begin
         self.acks.append(
@@ -236,6 +244,7 @@ class BurstLane:
                 caller_us=caller_ns / 1000,
                 alloc_us=self._alloc_ns / 1000,
                 kept=tuple(self._kept),
+                exchanged=exchanged,
             )
         )
         self._forget_queued()

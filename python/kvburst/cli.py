@@ -2,11 +2,11 @@
 and ``--help``, ``--version`` and a shell's completion are not to wait for it."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -29,6 +29,9 @@ from kvburst.replay.options import (
     DEFAULT_PAGE_BYTES,
     ReplayOptions,
 )
+
+if TYPE_CHECKING:
+    from kvburst.timeline import Flight
 
 DEFAULTS = DemoOptions()
 GEOMETRY_NAMES = [geometry.name for geometry in GEOMETRIES]
@@ -59,6 +62,14 @@ def _number(text: str) -> float:
 JsonFile = Annotated[
     Path | None, typer.Option("--json", metavar="FILE", help="Also write the result as JSON.")
 ]
+TimelineFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--timeline",
+        metavar="FILE",
+        help="Also write what ran where and when, for ui.perfetto.dev or chrome://tracing.",
+    ),
+]
 
 
 def main() -> None:
@@ -84,7 +95,7 @@ def _kvburst(
     pass
 
 
-@app.command()
+@app.command(short_help="Move pages out and back under a forward; compare every byte.")
 def demo(
     device: Annotated[
         DeviceName,
@@ -168,6 +179,18 @@ def demo(
             help="Of the random bytes and of the order of the pages.",
         ),
     ] = DEFAULTS.seed,
+    ranks: Annotated[
+        int,
+        typer.Option(
+            parser=_whole_number,
+            metavar="N",
+            help="Run N processes, each with pools and a controller of its own.",
+        ),
+    ] = DEFAULTS.ranks,
+    shard: Annotated[
+        bool,
+        typer.Option("--shard", help="The ranks keep one host copy of each layer between them."),
+    ] = DEFAULTS.shard,
     compare: Annotated[
         bool,
         typer.Option(
@@ -181,6 +204,7 @@ def demo(
         ),
     ] = None,
     json_file: JsonFile = None,
+    timeline: TimelineFile = None,
     quiet: Annotated[
         bool, typer.Option("--quiet", "-q", help="Print nothing, unless bytes are wrong.")
     ] = False,
@@ -196,11 +220,14 @@ def demo(
       kvburst demo --separate
       kvburst demo --link h100 --compare --plot timeline.png
       kvburst demo --link h100 --forward 1 --groups none
+      kvburst demo --link h100 --timeline timeline.json
       kvburst demo --device cuda --pages 256
+      kvburst demo --ranks 4 --shard
     """
     with _one_line_errors("demo"):
         _check_file("--json", json_file)
         _check_file("--plot", plot)
+        _check_file("--timeline", timeline)
         usual_pages = DEFAULT_PAGES if link == "none" else DEFAULT_MODELLED_PAGES
         options = DemoOptions(
             device=device,
@@ -215,7 +242,16 @@ def demo(
             forward=forward,
             chunk_pages=chunk_pages,
             seed=seed,
+            ranks=ranks,
+            shard=shard,
         )
+        if ranks > 1:
+            if compare or plot is not None or timeline is not None:
+                raise KVBurstError(
+                    "--compare, --plot and --timeline: are for one rank, --ranks is " + str(ranks)
+                )
+            exact = _demo_of_ranks(options, json_file, quiet)
+            raise typer.Exit(0 if exact else 1)
         plain = replace(options, mode="inline", groups="none")
         wanted = [plain, options] if compare else [options]
         from rich.console import Console
@@ -228,7 +264,7 @@ def demo(
         if plot is not None:
             check_plot(plot)
         with progress(Console(stderr=True, quiet=quiet), sum(map(num_ticks, wanted))) as tick:
-            results = [Demo(each, tick).run() for each in wanted]
+            results = [Demo(each, tick, record=timeline is not None).run() for each in wanted]
         for result in results:
             if not quiet:
                 show(result, Console(), end=max(each.timeline.end for each in results))
@@ -236,6 +272,7 @@ def demo(
                 show_verdict(result, Console(stderr=True))
         if plot is not None:
             draw(results, plot)
+        _write_timeline(timeline, [each.flight.from_zero() for each in results if each.flight])
         content = as_json(results[-1])
         if compare:
             content["compared_with"] = as_json(results[0])
@@ -244,7 +281,24 @@ def demo(
         raise typer.Exit(1)
 
 
-@app.command()
+def _demo_of_ranks(options: DemoOptions, json_file: Path | None, quiet: bool) -> bool:
+    from rich.console import Console
+
+    from kvburst import demo_ranks_report as report
+    from kvburst.demo_ranks import num_rank_ticks, run_ranks
+    from kvburst.demo_report import progress
+
+    with progress(Console(stderr=True, quiet=quiet), num_rank_ticks(options)) as tick:
+        results = run_ranks(options, tick)
+    if not quiet:
+        report.show(results, Console())
+    elif not report.bit_exact(results):
+        report.show_verdict(results, Console(stderr=True))
+    _write_json(json_file, report.as_json(results))
+    return report.bit_exact(results)
+
+
+@app.command(short_help="Say what this machine has for kvburst, and what it lacks.")
 def doctor(json_file: JsonFile = None) -> None:
     """Say what this machine has for kvburst, and why it lacks what it lacks.
 
@@ -264,7 +318,7 @@ def doctor(json_file: JsonFile = None) -> None:
         _write_json(json_file, examination.as_json(diagnosis))
 
 
-@app.command()
+@app.command(short_help="Let a request trace decide which pages move, and check them.")
 def replay(
     trace: Annotated[
         Path, typer.Argument(metavar="TRACE", help="Mooncake's JSON lines, plain or gzipped.")
@@ -310,6 +364,7 @@ def replay(
         Path | None, typer.Option(metavar="FILE", help="Also write the page ids of all bursts.")
     ] = None,
     json_file: JsonFile = None,
+    timeline: TimelineFile = None,
     quiet: Annotated[
         bool, typer.Option("--quiet", "-q", help="Print nothing, unless bytes are wrong.")
     ] = False,
@@ -332,6 +387,7 @@ def replay(
     with _one_line_errors("replay"):
         _check_file("--json", json_file)
         _check_file("--record", record)
+        _check_file("--timeline", timeline)
         options = ReplayOptions(
             trace=trace,
             limit=limit,
@@ -349,7 +405,7 @@ def replay(
         from kvburst.replay.recording import save_recording
         from kvburst.replay.replay import Replay
 
-        run = Replay(options)
+        run = Replay(options, record=timeline is not None)
         console = Console(stderr=True, quiet=quiet)
         with noting_interrupts() as stopped, report.progress(console, len(run.requests)) as tick:
             result = run.run(tick, stopped)
@@ -359,6 +415,7 @@ def replay(
             report.show_verdict(result, Console(stderr=True))
         if record is not None:
             save_recording(record, result.recording)
+        _write_timeline(timeline, [result.flight] if result.flight else [])
         _write_json(json_file, report.as_json(result))
     if result.mismatched_pages:
         raise typer.Exit(1)
@@ -384,6 +441,16 @@ def _check_file(option: str, file: Path | None) -> None:
         raise KVBurstError(f"{option}: {str(file)!r} is a folder")
     if not file.parent.is_dir():
         raise KVBurstError(f"{option}: {str(file.parent)!r} is not a folder")
+
+
+def _write_timeline(file: Path | None, flights: "Sequence[Flight]") -> None:
+    if file is not None:
+        from kvburst.timeline import save
+
+        try:
+            save(file, flights)
+        except OSError as error:
+            raise KVBurstError(f"--timeline: cannot write {file}: {error.strerror}") from error
 
 
 def _write_json(file: Path | None, content: dict[str, Any]) -> None:

@@ -23,6 +23,8 @@ from kvburst.acks import Ack, AckQueue
 from kvburst.agreement import AckCounter, Agreement
 from kvburst.burst_lane import BurstLane, PoolTransfer
 from kvburst.cuda import memory_device
+from kvburst.exchange.primitive import ExchangeStats
+from kvburst.exchange.shard import RankShard
 from kvburst.layer_done import LayerDoneCounter
 from kvburst.page_allocator import PageAllocator
 from kvburst.pools import Pool
@@ -60,8 +62,11 @@ class BurstController:
     write_policy: under "write_back" backups are issued inline whatever the mode, since whoever
         evicts waits for them.
     cpus: processors that the threads may run on; none named: any.
+    shard: the ranks that share the host tier, of which this one keeps its own layers only; the rest
+        of a load it gets from the others (`kvburst.exchange`). All of them make the same calls.
     agreement: where several ranks keep the same cache: `poll` then retires what is complete on
-        every rank. Every rank creates its controller at the same point.
+        every rank. Every rank creates its controller at the same point. With `shard` every round
+        also verifies that all ranks have loaded the same host pages.
 
     `load_fence_stream` and `write_fence_stream` may be set to the stream that forwards run on: a
     burst is then ordered behind all that is on it at submission as well. Without that, a load may
@@ -88,6 +93,7 @@ class BurstController:
         mode: Literal["thread", "inline"] = "thread",
         write_policy: Literal["write_through", "write_back"] = "write_through",
         cpus: Sequence[int] = (),
+        shard: RankShard | None = None,
         agreement: Agreement | None = None,
     ) -> None:
         if not pools:
@@ -103,6 +109,7 @@ class BurstController:
         options = PlanOptions() if options is None else options
         layouts = [pool.layout for pool in pools]
         self._gate = LayerGate(device, layouts, slots=gate_slots)
+        self._exchange = None if shard is None else shard.open(self.pools, device, self._gate, mode)
 
         def lane(
             direction: Literal["backup", "load"],
@@ -125,8 +132,10 @@ class BurstController:
                 [pool.name for pool in pools],
                 device_allocator,
                 host_allocator,
-                BurstRecorder(gate if mode == "thread" else None),
+                # What a forward waits for in an exchange is not the gate's to measure.
+                BurstRecorder(gate if mode == "thread" and self._exchange is None else None),
                 self.pools[0].device.layers[0].device,
+                self._exchange if direction == "load" else None,
             )
 
         if write_policy not in ("write_through", "write_back"):
@@ -136,11 +145,17 @@ class BurstController:
         self._backups = lane("backup", None, "inline" if write_policy == "write_back" else mode)
         self._loads = lane("load", self._gate, mode)
         self._issuers = (self._backups.issuer, self._loads.issuer)
-        self.layer_done_counter = LayerDoneCounter(self._gate, device)
+        self.layer_done_counter = (
+            LayerDoneCounter(self._gate, device)
+            if self._exchange is None
+            else self._exchange.layer_done_counter()
+        )
         self.load_fence_stream: Stream | None = None
         self.write_fence_stream: Stream | None = None
         # Threads end before the interpreter does, also if nobody calls `stop`.
         weakref.finalize(self, _stop, self._issuers, _FAREWELL_SECONDS)
+        if agreement is not None and self._exchange is not None:
+            agreement = self._exchange.verified_by(agreement)
         queues = (self._backups.acks, self._loads.acks)
         self._reducer = (
             None
@@ -243,6 +258,8 @@ class BurstController:
         slots are taken by loads that still copy; `has_free_load_back_slot` says whether it would on
         any rank.
         """
+        if self._exchange is not None and self._loads.queued_pages:
+            self._exchange.make_room(self.layer_done_counter.next_id)
         burst = self._loads.submit(
             self.device.current_stream(), self.load_fence_stream, self.page_size
         )
@@ -256,14 +273,20 @@ class BurstController:
 
         Raises BurstError if the load failed.
         """
-        return burst_id < 0 or self._gate.is_done(burst_id)
+        gate = self._gate if self._exchange is None else self._exchange
+        return burst_id < 0 or gate.is_done(burst_id)
 
     def has_free_load_back_slot(self) -> bool:
         """Whether another load may be started; the same on every rank.
 
         Counts acks, which every rank retires alike, and never local events.
         """
-        return len(self.ack_load_queue) < self.layer_done_counter.num_counters
+        if len(self.ack_load_queue) < self.layer_done_counter.num_counters:
+            return True
+        if self._exchange is not None:
+            # Loads that no forward has come for must not stay for ever.
+            self._exchange.flush()
+        return False
 
     # --- acks ------------------------------------------------------------------------------
 
@@ -291,6 +314,19 @@ class BurstController:
         self._reducer.issue()
         return retired
 
+    @property
+    def loaded_digest(self) -> int:
+        """62 bits from the host pages of every sharded load so far; 0 where no tier is shared.
+
+        The same on all ranks, or they have not loaded the same pages.
+        """
+        return 0 if self._exchange is None else self._exchange.loaded_digest
+
+    @property
+    def exchange_stats(self) -> ExchangeStats | None:
+        """What the ranks of a shared tier have sent each other; None where no tier is shared."""
+        return None if self._exchange is None else self._exchange.stats
+
     def has_inflight_device_transfers(self) -> bool:
         """Whether queued or unretired transfers still use pages."""
         return bool(
@@ -305,8 +341,11 @@ class BurstController:
     def drain(self) -> None:
         """Block until every burst submitted so far is in place, on this rank.
 
-        Raises BurstError if a thread was left behind by `stop`.
+        A sharded load is exchanged first, so every rank must call it. Raises BurstError if a thread
+        was left behind by `stop`.
         """
+        if self._exchange is not None:
+            self._exchange.drain()
         for issuer in self._issuers:
             issuer.drain()
 
@@ -329,13 +368,22 @@ class BurstController:
         Does not wait for the copies: `drain` does. Where ranks agree in pipeline stages it waits
         until the next stage has the numbers of the last `poll`, at most for the group's timeout.
         After that bursts are issued inline. Raises BurstError if a thread is stuck in the driver
-        for longer: what is not issued has then failed, and submissions raise. May be called again.
+        for longer: what is not issued has then failed, and submissions raise. What no forward has
+        asked for of a sharded load is exchanged, and BurstError raised if other ranks do not come
+        for it in time. May be called again.
         """
         if not timeout >= 0:
             raise LayoutError(f"timeout: {timeout} seconds must be at least 0")
-        if not _stop(self._issuers, timeout):
+        deadline = monotonic() + timeout
+        ended = _stop(self._issuers, timeout)
+        sent = self._exchange is None or self._exchange.stop(max(0.0, deadline - monotonic()))
+        if not ended:
             raise BurstError(
                 f"stop: an issuer is still stuck in the driver after {timeout} s, it is left behind"
+            )
+        if not sent:
+            raise BurstError(
+                f"stop: after {timeout} s other ranks have not come for the rest of a sharded load"
             )
         if self._reducer is not None:
             self._reducer.hand_over()

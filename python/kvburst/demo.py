@@ -7,8 +7,10 @@ of both tiers; and of pages that nobody was to touch. ``demo_report`` shows what
 """
 
 import dataclasses
+import operator
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import torch
 
@@ -24,13 +26,17 @@ from kvburst._core import (
 from kvburst.acks import Ack, AckQueue
 from kvburst.controller import BurstController
 from kvburst.cuda import CudaDevice, memory_device, tier_memory
+from kvburst.demo_flight import ForwardEvents, landing_events, new_recorder, record_forward
 from kvburst.demo_options import DemoOptions, Groups, Mode
 from kvburst.demo_result import DemoResult, Direction, Mismatch, Place, Span, Timeline, Transfer
+from kvburst.exchange import Channel, RankShard
 from kvburst.geometries import Geometry, geometry
 from kvburst.host_memory import GIB, memory_budget
 from kvburst.links import LINKS
+from kvburst.ownership import Ownership
 from kvburst.page_allocator import PageAllocator
 from kvburst.pools import DevicePool, HostPool, Pool
+from kvburst.timeline import Flight
 
 SCRIBBLE = 0xAA
 HOST_CANARY = 0xC5
@@ -47,6 +53,24 @@ def num_ticks(options: DemoOptions) -> int:
     return 2 * sum(len(pool.layer_ids) for pool in geometry(options.geometry).pools) + 4
 
 
+def _alone() -> None:
+    """There is nobody to wait for."""
+
+
+@dataclass(frozen=True)
+class Seat:
+    """Which of several ranks a run is, and how it keeps step with the others.
+
+    `channel`: to the ranks with which it shares its host tier; None: it keeps every layer itself.
+    `together` returns once every rank has called it, `longest` the most of what they pass.
+    """
+
+    rank: int = 0
+    channel: Channel | None = None
+    together: Callable[[], None] = _alone
+    longest: Callable[[float], float] = lambda mine: mine
+
+
 class Demo:
     """One run, step by step: ``fill``, ``back_up``, ``rehearse``, ``scribble``,
     ``load_under_forward``, ``compare``, in this order and each once; ``run`` takes them all.
@@ -54,11 +78,20 @@ class Demo:
     ``sources`` are the device slots that are backed up, ``on_host`` and ``targets`` the slots where
     they went and came back to, ``held`` device slots that are somebody else's. Holds all memory of
     the run, about 6 times the bytes of the pages. Belongs to one thread; each step blocks until its
-    work is done.
+    work is done. With `record` a flight recorder watches the load.
     """
 
-    def __init__(self, options: DemoOptions, tick: Tick = lambda step: None) -> None:
+    def __init__(
+        self,
+        options: DemoOptions,
+        tick: Tick = lambda step: None,
+        seat: Seat | None = None,
+        *,
+        record: bool = False,
+    ) -> None:
         self.options = options
+        self.seat = Seat() if seat is None else seat
+        self.shard: RankShard | None = None
         self.geometry = geometry(options.geometry)
         self.row_scale = 1 if options.link is None else MODELLED_ROW_SCALE
         self.device_pages = options.device_pages or 2 * options.pages + _spare(options.pages)
@@ -66,6 +99,9 @@ class Demo:
         self._tick = tick
         self._random = torch.Generator().manual_seed(options.seed)
 
+        if self.seat.channel is not None:
+            owned = Ownership(options.ranks, tuple(pool.layer_ids for pool in self.geometry.pools))
+            self.shard = RankShard(owned, self.seat.channel)
         real = _scaled(self.geometry, self.row_scale)
         self._byte_scale = self.geometry.bytes_per_page / real.bytes_per_page
         self.device = self._new_device(options.groups)
@@ -85,23 +121,29 @@ class Demo:
         self._host_allocator = PageAllocator(
             name="host", pages=self.host_pages, page_size=page_size, order="fifo"
         )
-        for allocator in (self._device_allocator, self._host_allocator):
-            self._scatter(allocator)
+        # The same page of the cache lies elsewhere on the device of every rank.
+        self._number_of_page = self._scatter(self._device_allocator, self.seat.rank)
+        self._scatter(self._host_allocator)
         # Other requests' pages, which keep what they hold through all of it.
         self.held = self._take(self.device_pages - 2 * options.pages)
         self.sources = self._take(options.pages)
         self.on_host = torch.empty(0, dtype=torch.int64)
         self.targets = torch.empty(0, dtype=torch.int64)
 
-        self.controller = self._new_controller(self.device, options.groups, options.mode)
+        self.controller = self._new_controller(
+            self.device, options.groups, options.mode, self.shard
+        )
+        self._record = record
+        self._flight: Flight | None = None
 
     def run(self) -> DemoResult:
         """All steps. Does not raise for wrong bytes: see ``DemoResult.mismatches``."""
         try:
             self.fill()
             backup = self.back_up()
-            grouped_ms, snapshots_ms = self.rehearse()
+            grouped_ms, snapshots_ms = map(self.seat.longest, self.rehearse())
             self.scribble()
+            self.seat.together()
             layers = self.geometry.num_layers
             compute_ms = max(0.0, self.options.forward * grouped_ms - snapshots_ms) / layers
             load, timeline = self.load_under_forward(compute_ms)
@@ -124,11 +166,13 @@ class Demo:
             stalls_ms=sum(span.end - span.start for span in timeline.stalls),
             forward_ms=timeline.layers[-1].end - timeline.stalls[0].start,
             timeline=timeline,
+            host_bytes=sum(pool.host.tensor.nbytes for pool in self.pools),
             checked_bytes=sum(
                 2 * snapshot.numel() + pool.host.tensor.numel()
                 for pool, snapshot in zip(self.pools, self._snapshots, strict=True)
             ),
             mismatches=mismatches,
+            flight=self._flight,
         )
 
     def fill(self) -> None:
@@ -182,6 +226,7 @@ class Demo:
         device, controller = self.device, self.controller
         forward, watcher = device.new_stream(), device.new_stream()
         origin, copied = device.new_event(), device.new_event()
+        recorder = new_recorder(self.options, device, controller) if self._record else None
         layers = range(self.geometry.num_layers)
         arrived = [device.new_event() for _ in layers]
         passed = [device.new_event() for _ in layers]
@@ -207,11 +252,20 @@ class Demo:
                 device.busy(forward, 1e3 * compute_ms)
                 done[layer].record()
         launched = time.perf_counter_ns()
+        landed = recorder and landing_events(device, controller, burst, device.new_stream())
         controller.ack_load_queue[0].finish_event.wait(watcher)
         copied.record(watcher)
         device.synchronize()
-
         transfer = self._transfer("load", _retire(controller.ack_load_queue))
+        if recorder and landed:
+            record_forward(
+                recorder,
+                hand_over_ns=(begin, handed_over),
+                launch_ns=(launch, launched),
+                forward=ForwardEvents(arrived, passed, done),
+                landed=landed,
+            )
+            self._flight = recorder.flight()
         self._tick("loading back under a forward")
 
         def since(event: Event) -> float:
@@ -242,14 +296,15 @@ class Demo:
                 device = torch.full_like(original, SCRIBBLE)
                 device[held] = original[held]
                 device[targets] = original[sources]
-                host = original.new_full((self.host_pages, pool.device.page_bytes), HOST_CANARY)
-                host[host_pages] = original[sources]
                 snapshot = self._snapshots[number][position].cpu()
                 on_device = _device_pages(pool, position).cpu()
                 on_host = _host_pages(pool, position)
                 yield from _mismatches("snapshot", pool.name, layer, device, snapshot)
                 yield from _mismatches("device", pool.name, layer, device, on_device)
-                yield from _mismatches("host", pool.name, layer, host, on_host)
+                if on_host is not None:
+                    host = torch.full_like(on_host, HOST_CANARY)
+                    host[host_pages] = original[sources]
+                    yield from _mismatches("host", pool.name, layer, host, on_host)
                 self._tick("comparing every byte")
 
     # --- parts ---------------------------------------------------------------------------
@@ -262,7 +317,9 @@ class Demo:
             link=None if name is None else LINKS[name].model(self._byte_scale), limits=limits
         )
 
-    def _new_controller(self, device: ComputeDevice, groups: Groups, mode: Mode) -> BurstController:
+    def _new_controller(
+        self, device: ComputeDevice, groups: Groups, mode: Mode, shard: RankShard | None = None
+    ) -> BurstController:
         options = PlanOptions(
             ramp=groups == "ramp",
             merge_neighbours=groups != "none",
@@ -276,6 +333,7 @@ class Demo:
             options=options,
             check="slots",
             mode=mode,
+            shard=shard,
         )
 
     def _new_pool(self, real: Geometry, number: int) -> Pool:
@@ -287,30 +345,41 @@ class Demo:
             memory=self._memory.device,
         )
         host = HostPool.allocate(
-            device, pages=self.host_pages, layout=self.options.layout, pin=self._memory.pin
+            device,
+            pages=self.host_pages,
+            layout=self.options.layout,
+            pin=self._memory.pin,
+            stored_layers=None
+            if self.shard is None
+            else self.shard.ownership.layers_of(self.seat.rank, number),
         )
         return Pool.pair(device, host)
 
     def _check_memory(self, real: Geometry) -> None:
         in_host_memory = memory_device(self.device).type == "cpu"
         pages = self.host_pages + (2 * self.device_pages if in_host_memory else 0)
-        needed = real.bytes_per_page * pages
+        needed = real.bytes_per_page * pages * self.options.ranks
         budget = memory_budget()
         if needed > budget.nbytes:
             raise KVBurstError(
-                f"--pages: {self.options.pages} pages of {self.options.geometry} need"
+                f"--pages: {self.options.pages} pages of {self.options.geometry}"
+                f"{f' on {self.options.ranks} ranks' if self.options.ranks > 1 else ''} need"
                 f" {needed / GIB:.1f} GiB of host memory, above the"
                 f" {budget.nbytes / GIB:.1f} GiB of it that may be taken"
             )
 
-    def _scatter(self, allocator: PageAllocator) -> None:
-        """Leaves the free list in random order, as a long-running server does."""
+    def _scatter(self, allocator: PageAllocator, rank: int = 0) -> torch.Tensor:
+        """Leaves the free list in random order, as a long-running server does, and in another on
+        every rank. Returns each page's position in it."""
         pages, size = allocator.pages, allocator.page_size
         everything = allocator.alloc(pages * size)
         if everything is None:
             raise KVBurstError(f"{allocator.name}: {pages} pages are not all free")
         order = torch.randperm(pages, generator=self._random)
+        if rank > 0:
+            order = order[torch.randperm(pages, generator=torch.Generator().manual_seed(rank))]
         allocator.free(everything.view(pages, size)[order].flatten())
+        return order.argsort()
 
     def _take(self, pages: int) -> torch.Tensor:
         slots = self._device_allocator.alloc(pages * self.geometry.page_size)
@@ -323,13 +392,14 @@ class Demo:
 
     def _original(self, number: int, position: int) -> torch.Tensor:
         """What ``fill`` puts into a layer, ``[pages, page_bytes]``: made anew from the seed, so
-        that nothing has to be kept."""
+        that nothing has to be kept. The same page of the cache has the same bytes on every rank."""
         device = self.pools[number].device
         nbytes = device.pages * device.page_bytes
         seed = (self.options.seed * 64 + number) * 4096 + position
         words = torch.empty(-(-nbytes // 8), dtype=torch.int64)
         words.random_(-(1 << 63), None, generator=torch.Generator().manual_seed(seed))
-        return words.view(torch.uint8)[:nbytes].view(device.pages, device.page_bytes)
+        pages = words.view(torch.uint8)[:nbytes].view(device.pages, device.page_bytes)
+        return pages if self.options.ranks == 1 else pages[self._number_of_page]
 
     def _take_snapshot(self, device: ComputeDevice, stream: Stream, layer: int) -> None:
         """Enqueues a copy of the layer, all its device pages, in every pool that has it."""
@@ -362,13 +432,15 @@ class Demo:
         stats = self.controller.stats()
         lane = stats.loads if direction == "load" else stats.backups
         counted = self.device.counters(direction)
-        layers = sum(len(pool.device.layers) for pool in self.pools)
+        layers = [len(pool.host.stored_layers) for pool in self.pools]
+        rows = [pool.row_bytes for pool in self.geometry.pools]
+        page_bytes = self.geometry.page_size * sum(map(operator.mul, layers, rows))
         return Transfer(
             direction=direction,
             calls=counted.calls,
             copies=counted.copies,
-            one_per_page_and_layer=self.options.pages * layers,
-            bytes=self.options.pages * self.geometry.bytes_per_page,
+            one_per_page_and_layer=self.options.pages * sum(layers),
+            bytes=self.options.pages * page_bytes,
             bytes_moved=counted.bytes,
             fallbacks=dict(ack.burst.fallbacks),
             stats=lane.recent[-1],
@@ -413,9 +485,11 @@ def _device_pages(pool: Pool, position: int) -> torch.Tensor:
     return pool.device.layers[position].view(pool.device.pages, pool.device.page_bytes)
 
 
-def _host_pages(pool: Pool, position: int) -> torch.Tensor:
+def _host_pages(pool: Pool, position: int) -> torch.Tensor | None:
+    """None where another rank keeps the layer."""
     row = pool.host.rows[position]
-    assert row is not None  # the demo stores every layer
+    if row is None:
+        return None
     tensor = pool.host.tensor
     return tensor[row] if pool.host.layout == "layer_first" else tensor[:, row]
 

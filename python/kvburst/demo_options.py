@@ -15,6 +15,8 @@ DeviceName = Literal["host", "cuda"]
 
 MAX_SEED = (1 << 32) - 1
 MAX_CHUNK_PAGES = (1 << 31) - 1
+# Processes, each of which holds all memory of a run of its own.
+MAX_RANKS = 16
 # Pages that move if nobody says how many. With a link rows in memory are small, and there may be as
 # many pages as a long prompt has.
 DEFAULT_PAGES = 32
@@ -25,7 +27,8 @@ DEFAULT_MODELLED_PAGES = 1024
 class DemoOptions:
     """Sizes are in pages. ``device_pages`` 0 leaves them to the demo, ``chunk_pages`` 0 is no
     bound, ``link`` None is the device's own; only ``host`` can play another. ``forward`` is a
-    multiple of the time that the grouped copies of the load take.
+    multiple of the time that the grouped copies of the load take. ``ranks`` above 1 are processes,
+    which with ``shard`` keep one copy of each layer between them.
 
     Raises ``KVBurstError`` naming the command's option, the value and the bound.
     """
@@ -42,6 +45,8 @@ class DemoOptions:
     forward: float = 3.0
     chunk_pages: int = 0
     seed: int = 0
+    ranks: int = 1
+    shard: bool = False
 
     def __post_init__(self) -> None:
         _check_at_least("--pages", self.pages, 1)
@@ -53,6 +58,15 @@ class DemoOptions:
         ):
             if value > bound:
                 raise KVBurstError(f"{option}: {value} is above {bound}")
+        _check_at_least("--ranks", self.ranks, 1)
+        if self.ranks > MAX_RANKS:
+            raise KVBurstError(f"--ranks: {self.ranks} is above {MAX_RANKS}")
+        if self.shard and self.ranks == 1:
+            raise KVBurstError("--shard: --ranks is 1, there is nobody to share a layer with")
+        if self.ranks > 1 and self.device != "host":
+            raise KVBurstError(
+                f"--ranks: {self.ranks} run on device host, on {self.device} the demo has one rank"
+            )
         if self.device_pages != 0 and self.device_pages <= 2 * self.pages:
             raise KVBurstError(
                 f"--device-pages: {self.device_pages} is not above {2 * self.pages}, twice --pages:"

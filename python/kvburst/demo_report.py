@@ -57,7 +57,7 @@ def show_verdict(result: DemoResult, console: Console) -> None:
     if result.bit_exact:
         held = result.host_pages - result.options.pages
         words = (
-            f": {_bytes(result.checked_bytes)} compared: every layer's snapshot, both tiers,"
+            f": {human_bytes(result.checked_bytes)} compared: every layer's snapshot, both tiers,"
             f" {result.held_device_pages} device and {held} host pages nobody was to touch"
         )
         console.print(Text.assemble(("bit-exact", "bold green"), words))
@@ -96,7 +96,7 @@ def _table(result: DemoResult) -> Table:
         table.add_row(what, cell(result.backup), cell(result.load))
 
     row("pages", lambda _: f"{result.options.pages:,}")
-    row("bytes", lambda transfer: _bytes(transfer.bytes))
+    row("bytes", lambda transfer: human_bytes(transfer.bytes))
     row("copies issued", lambda transfer: f"{transfer.copies:,}")
     row("one per page and layer", lambda transfer: f"{transfer.one_per_page_and_layer:,}")
     row("times fewer", lambda transfer: f"{transfer.one_per_page_and_layer / transfer.copies:.1f}")
@@ -119,11 +119,12 @@ def _notes(result: DemoResult) -> Iterator[str]:
     if result.row_scale > 1:
         yield (
             f"simulated: rows in memory are 1/{result.row_scale} of the geometry's, so"
-            f" {_bytes(result.load.bytes_moved)} really moved each way; the link charges for all"
+            f" {human_bytes(result.load.bytes_moved)} really moved each way; the link charges for"
+            " all"
         )
 
 
-def _bytes(count: int) -> str:
+def human_bytes(count: int) -> str:
     """In decimal units, as links are sold."""
     if count < 1000:
         return f"{count} B"
@@ -176,6 +177,7 @@ def as_json(result: DemoResult) -> dict[str, Any]:
         "forward": options.forward,
         "forward_ms": result.forward_ms,
         "grouped_copies_ms": result.grouped_ms,
+        "host_bytes": result.host_bytes,
         "checked_bytes": result.checked_bytes,
         "wrong_pages": len(result.mismatches),
         "first_mismatches": [str(each) for each in result.mismatches[:SHOWN_MISMATCHES]],

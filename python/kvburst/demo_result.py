@@ -6,6 +6,7 @@ from typing import Literal
 from kvburst.demo_options import DemoOptions
 from kvburst.geometries import Geometry
 from kvburst.stats import BurstStats
+from kvburst.timeline import Flight
 
 Direction = Literal["backup", "load"]
 Place = Literal["snapshot", "device", "host"]
@@ -88,8 +89,9 @@ class DemoResult:
 
     ``stalls_ms`` is the time that the forward stood at its layers, for their issue or for their
     bytes, measured on its own stream; ``forward_ms`` its length with them. ``row_scale`` is how
-    many times smaller the rows in memory are than the geometry's. ``checked_bytes`` counts what was
-    compared. ``device`` says in words what it ran on; with ``stand_in`` no GPU was behind it.
+    many times smaller the rows in memory are than the geometry's. ``host_bytes`` are those of the
+    host pools' tensors; ``checked_bytes`` counts what was compared. ``device`` says in words what
+    it ran on; with ``stand_in`` no GPU was behind it.
     """
 
     options: DemoOptions
@@ -106,8 +108,11 @@ class DemoResult:
     stalls_ms: float
     forward_ms: float
     timeline: Timeline
+    host_bytes: int
     checked_bytes: int
     mismatches: tuple[Mismatch, ...]
+    flight: Flight | None = None
+    """What the flight recorder saw, if one was wanted."""
 
     @property
     def bit_exact(self) -> bool:

@@ -16,7 +16,8 @@ class PoolSpec:
     store it, strictly increasing. ``paged`` says that a layer's tensor counts pages in its first
     dimension (``[pages, page_size * row_bytes]``) and not slots (``[slots, row_bytes]``): the bytes
     of a page are not token by token. ``own_allocation`` names the layers that never share a tensor
-    with the others, such as a draft model's.
+    with the others, such as a draft model's. ``replicated`` says that under tensor parallelism
+    every rank holds the same bytes.
     """
 
     name: str
@@ -24,6 +25,7 @@ class PoolSpec:
     layer_ids: tuple[int, ...]
     paged: bool = False
     own_allocation: tuple[int, ...] = ()
+    replicated: bool = True
 
     def __post_init__(self) -> None:
         if self.row_bytes < 1:
@@ -136,8 +138,8 @@ def _llama_70b(name: str, heads: int, source: str) -> Geometry:
         name=name,
         page_size=64,
         pools=(
-            PoolSpec("k", heads * GQA_HEAD_ROW, layers),
-            PoolSpec("v", heads * GQA_HEAD_ROW, layers),
+            PoolSpec("k", heads * GQA_HEAD_ROW, layers, replicated=False),
+            PoolSpec("v", heads * GQA_HEAD_ROW, layers, replicated=False),
         ),
         source=source,
     )

@@ -1,8 +1,35 @@
 """The gate as a forward sees it: SGLang's `LayerDoneCounter`, with burst ids for indices."""
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
-from kvburst._core import BurstEvent, Device, DeviceError, LayerGate, Stream
+from kvburst._core import BurstEvent, Device, DeviceError, Stream
+
+if TYPE_CHECKING:
+    from kvburst.exchange.load import ExchangedEvent
+
+    LoadEvent: TypeAlias = "BurstEvent | ExchangedEvent | ReachedEvent"
+
+
+class LoadRecord(Protocol):
+    """A load whose gate slot has not moved on."""
+
+    @property
+    def start_event(self) -> "BurstEvent | ExchangedEvent": ...
+    @property
+    def finish_event(self) -> "BurstEvent | ExchangedEvent": ...
+
+
+class Gate(Protocol):
+    """Where a layer is waited for: the native `LayerGate`, or an exchange in front of it."""
+
+    @property
+    def num_layers(self) -> int: ...
+    @property
+    def num_slots(self) -> int: ...
+    def wait(self, burst: int, layer: int, stream: Stream | None = None) -> None: ...
+    def wait_for_slot(self, burst: int) -> None: ...
+    def find(self, burst: int) -> LoadRecord | None: ...
 
 
 class ReachedEvent:
@@ -17,7 +44,7 @@ class ReachedEvent:
     def wait(self, stream: Stream | None = None) -> None:
         pass
 
-    def elapsed_time(self, end: "BurstEvent | ReachedEvent") -> float:
+    def elapsed_time(self, end: "LoadEvent") -> float:
         raise DeviceError("elapsed time: the burst's events have been handed on, ask its ack")
 
 
@@ -26,7 +53,7 @@ class LayerLoadingEvent:
     """The layers of one load. A view: it names its burst and never sees a newer one's events."""
 
     burst: int
-    _gate: LayerGate
+    _gate: Gate
     _device: Device
 
     def wait(self, layer_index: int, stream: Stream | None = None) -> None:
@@ -40,12 +67,12 @@ class LayerLoadingEvent:
         )
 
     @property
-    def start_event(self) -> BurstEvent | ReachedEvent:
+    def start_event(self) -> "LoadEvent":
         record = self._gate.find(self.burst)
         return ReachedEvent() if record is None else record.start_event
 
     @property
-    def finish_event(self) -> BurstEvent | ReachedEvent:
+    def finish_event(self) -> "LoadEvent":
         record = self._gate.find(self.burst)
         return ReachedEvent() if record is None else record.finish_event
 
@@ -54,7 +81,7 @@ class LayerLoadingEvent:
 class LayerLoadingEvents:
     """`events[id]`: the layers of load `id`, for every id that `start_loading` has returned."""
 
-    _gate: LayerGate
+    _gate: Gate
     _device: Device
 
     def __getitem__(self, burst: int) -> LayerLoadingEvent:
@@ -67,7 +94,7 @@ class LayerDoneCounter:
     Belongs to the scheduler thread, but for `wait_until` and the events, which any thread may use.
     """
 
-    def __init__(self, gate: LayerGate, device: Device) -> None:
+    def __init__(self, gate: Gate, device: Device) -> None:
         self._gate = gate
         self.events = LayerLoadingEvents(gate, device)
         self.producer_index = -1
@@ -92,6 +119,11 @@ class LayerDoneCounter:
         Submitting the load is what uses it up: until then this is the same again.
         """
         self._gate.wait_for_slot(self._next)
+        return self._next
+
+    @property
+    def next_id(self) -> int:
+        """Of the load that is submitted next."""
         return self._next
 
     def submitted(self, burst: int) -> None:

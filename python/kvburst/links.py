@@ -58,3 +58,26 @@ LINKS: Mapping[LinkName, Link] = {
         source="H100 over PCIe, batch calls: 0.5 us a copy, 50 GB/s, 1,024 copies queued",
     ),
 }
+
+
+@dataclass(frozen=True)
+class ExchangeLink:
+    """A modelled link between ranks: gigabytes (10^9 bytes) a second, and microseconds that each
+    collective takes beside its bytes."""
+
+    gigabytes_per_second: float
+    collective_us: float
+    source: str
+
+    def microseconds(self, nbytes: float) -> float:
+        """That one broadcast of so many bytes takes."""
+        return self.collective_us + nbytes / self.gigabytes_per_second / 1e3
+
+
+# Not measured here: a round figure below NVLink 4's 450 GB/s each way, and one for a small NCCL
+# collective.
+NVLINK = ExchangeLink(
+    gigabytes_per_second=300.0,
+    collective_us=10.0,
+    source="NVLink: 300 GB/s, 10 us a collective",
+)

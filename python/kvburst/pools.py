@@ -343,6 +343,24 @@ class HostPool:
         pairs = zip(self.layer_ids, self.rows, strict=True)
         return tuple(layer for layer, row in pairs if row is not None)
 
+    def whole_page(self, page: int) -> torch.Tensor:
+        """One page of every layer, ``[rows, ...]``, for a storage tier behind the host: a view.
+
+        Raises ``LayoutError`` where other ranks keep some of the layers.
+        """
+        elsewhere = [layer for layer in self.layer_ids if layer not in self.stored_layers]
+        if elsewhere:
+            raise LayoutError(
+                f"pool {self.name!r}: a whole page is not here, {len(elsewhere)} of its"
+                f" {len(self.layer_ids)} layers are kept elsewhere: a sharded tier has no L3 access"
+            )
+        if not 0 <= page < self.pages:
+            raise LayoutError(
+                f"pool {self.name!r}: page {page} is out of range, the host tier has"
+                f" {self.pages} pages"
+            )
+        return self.tensor[page] if self._pages_axis == 0 else self.tensor[:, page]
+
     def tier(self) -> HostTier:
         """The native description. It holds addresses only: keep this pool as long as it is used."""
         outer, inner = (dim * self.tensor.element_size() for dim in self.tensor.stride()[:2])

@@ -340,3 +340,18 @@ TEST_CASE("a collection needs pools and a page size") {
   check_refused<LayoutError>([&] { BurstPages(layouts, Direction::load, 0, IndexCheck::pages); },
                              {"page_size", "0 slots", "minimum of 1"});
 }
+
+TEST_CASE("the digest tells host pages, their order and their number apart, and no device pages") {
+  const auto digest = [](std::vector<std::int64_t> device, std::vector<std::int64_t> host) {
+    Collector collector;
+    collector.add(std::move(device), std::move(host));
+    return host_digest(collector.pages.lists());
+  };
+  const std::int64_t pages = digest({1, 2, 3}, {7, 8, 9});
+  CHECK(digest({11, 5, 30}, {7, 8, 9}) == pages);
+  CHECK(digest({1, 2, 3}, {7, 9, 8}) != pages);
+  CHECK(digest({1, 2, 3}, {7, 8, 10}) != pages);
+  CHECK(digest({1, 2}, {7, 8}) != pages);
+  CHECK(pages >= 0);
+  CHECK(pages < (std::int64_t{1} << 62));
+}

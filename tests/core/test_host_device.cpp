@@ -619,3 +619,40 @@ TEST_CASE("a model out of its bounds is refused") {
   model.queue_depth = -1;
   check_refused<LayoutError>([&] { HostDevice{model}; }, {"queue_depth", "-1"});
 }
+
+TEST_CASE("rows are gathered and scattered in the order of their ids, behind what is ahead") {
+  Scene scene;
+  std::array<std::uint8_t, 12> rows{0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5};
+  std::array<std::uint8_t, 6> packed{};
+  std::array<std::uint8_t, 12> back{};
+  std::vector<std::int64_t> ids{4, 0, 3};
+  {
+    Stall stall(*scene.device, scene.a.handle());
+    scene.device->gather(scene.a.handle(), reinterpret_cast<std::uintptr_t>(packed.data()),
+                         reinterpret_cast<std::uintptr_t>(rows.data()), ids, 2);
+    scene.device->scatter(scene.a.handle(), reinterpret_cast<std::uintptr_t>(back.data()),
+                          reinterpret_cast<std::uintptr_t>(packed.data()), ids, 2);
+    ids.assign(3, 1);  // The ids were read by the call.
+    rows[8] = 9;       // The rows were not.
+    stall.release();
+  }
+  scene.device->synchronize();
+  CHECK(packed == std::array<std::uint8_t, 6>{9, 4, 0, 0, 3, 3});
+  CHECK(back == std::array<std::uint8_t, 12>{0, 0, 0, 0, 0, 0, 3, 3, 9, 4, 0, 0});
+  CHECK_THROWS_AS(scene.device->gather(scene.a.handle(), 0, 0, ids, 0), DeviceError);
+}
+
+TEST_CASE("a stream is let go by another one's coming to a point") {
+  Scene scene;
+  std::uint8_t seen = 0;
+  const auto ahead = std::make_shared<Mark>();
+  scene.device->hold(scene.a.handle(), ahead);
+  scene.read(scene.a.handle(), seen);
+  Stall stall(*scene.device, scene.b.handle());
+  scene.write(scene.b.handle(), 7);
+  scene.device->release(scene.b.handle(), ahead);
+  CHECK_FALSE(ahead->reached());
+  stall.release();
+  scene.device->synchronize();
+  CHECK(seen == 7);
+}
