@@ -15,15 +15,15 @@ burst, which lets it have the lock.
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Literal
 
 import torch
 import typer
 from harness import (
+    Cores,
     JsonFile,
     Outputs,
     PlotFile,
@@ -60,27 +60,6 @@ BUDGET_PAGES, BUDGET_LAYERS = 1024, 78
 BUDGET_RATIO = 50.0
 BUDGET_GROWTH = 4.0
 BUDGET_BUSY_P99_US = 1000.0
-
-
-@dataclass(frozen=True)
-class Cores:
-    """Where the caller and the issuing thread run; the same one if there is no other."""
-
-    caller: int
-    issuer: int
-
-    @classmethod
-    def of(cls, allowed: Sequence[int]) -> "Cores":
-        return cls(caller=allowed[0], issuer=allowed[-1])
-
-    @contextmanager
-    def caller_pinned(self) -> Iterator[None]:
-        before = os.sched_getaffinity(0)
-        os.sched_setaffinity(0, {self.caller})
-        try:
-            yield
-        finally:
-            os.sched_setaffinity(0, before)
 
 
 class Ours:
@@ -324,11 +303,7 @@ def _notes(rows: list[Row], cores: Cores) -> list[str]:
         for row in rows
         if row.metric == "caller_us"
     }
-    apart = "another core" if cores.issuer != cores.caller else "the same core, there is no other"
-    notes = [
-        f"the caller on core {cores.caller}, the issuing thread on {apart}; baseline: three arrays"
-        " rebuilt for every layer and pool, from Python",
-    ]
+    notes = [f"{cores}; baseline: three arrays rebuilt for every layer and pool, from Python"]
 
     def verdict(kept: bool, words: str) -> None:
         notes.append(f"budget {'kept' if kept else 'missed'}: {words}")

@@ -108,15 +108,23 @@ class Row:
             "metric": self.metric,
             "unit": self.unit,
             "n": self.n,
-            "median": self.median,
-            "p90": self.p90,
-            "p99": self.p99,
+            "median": _rounded(self.median),
+            "p90": _rounded(self.p90),
+            "p99": _rounded(self.p99),
         }
-        if self.baseline_median is not None:
-            row |= {"baseline_median": self.baseline_median, "ratio": self.ratio}
+        if self.baseline_median is not None and self.ratio is not None:
+            row |= {
+                "baseline_median": _rounded(self.baseline_median),
+                "ratio": _rounded(self.ratio),
+            }
         if self.simulated:
             row["simulated"] = True
         return row
+
+
+def _rounded(value: float) -> float:
+    """Six digits, which is more than any of them is worth."""
+    return float(f"{value:.6g}")
 
 
 def percentile(samples: Sequence[float], percent: float, better: Better = "lower") -> float:
@@ -203,14 +211,25 @@ class Outputs:
 def report(rows: Sequence[Row], outputs: Outputs, *, title: str, notes: Sequence[str] = ()) -> None:
     """Prints the machine, the rows and the notes, and writes what was asked for."""
     measured_on = machine()
-    terminal = Console()
-    console = terminal if terminal.is_terminal else Console(width=UNATTENDED_WIDTH)
+    console = new_console()
     show(rows, measured_on, console, title=title, notes=notes)
-    if outputs.json_file is not None:
-        content = {"machine": measured_on, "rows": [row.as_json() for row in rows]}
-        outputs.json_file.write_text(json.dumps(content, indent=2) + "\n")
+    write_json(rows, measured_on, outputs.json_file)
     if outputs.plot_file is not None:
         plot(rows, outputs.plot_file, title=title)
+
+
+def new_console(unattended_width: int = UNATTENDED_WIDTH) -> Console:
+    """As wide as the terminal, or of this many columns where there is none."""
+    terminal = Console()
+    return terminal if terminal.is_terminal else Console(width=unattended_width)
+
+
+def write_json(rows: Sequence[Row], measured_on: Mapping[str, Any], file: Path | None) -> None:
+    """One object with ``machine`` and ``rows``, each on a line, if a file was asked for."""
+    if file is not None:
+        lines = ",\n".join(json.dumps(row.as_json()) for row in rows)
+        text = f'{{"machine": {json.dumps(measured_on)},\n"rows": [\n{lines}\n]}}\n'
+        file.write_text(text)
 
 
 def show(
@@ -222,6 +241,18 @@ def show(
     notes: Sequence[str] = (),
 ) -> None:
     """A table for each metric. What all scenarios have in common stands above them."""
+    show_machine(measured_on, console)
+    console.print(f"\n[bold]{title}[/bold]: {heading(rows)}", highlight=False)
+    for metric, of_metric in by_metric(rows).items():
+        console.print()
+        console.print(_table(metric, of_metric, varying_keys(rows)))
+    console.print()
+    for note in notes:
+        console.print(note, highlight=False)
+
+
+def show_machine(measured_on: Mapping[str, Any], console: Console) -> None:
+    """Two lines: the machine, and the versions."""
     versions = ", ".join(f"{name} {measured_on[name]}" for name in ("python", "torch", "kvburst"))
     console.print(
         f"{measured_on['cpu']}, {measured_on['cores']} cores,"
@@ -229,25 +260,24 @@ def show(
         f" Linux {measured_on['kernel']}\n{versions} ({measured_on['compiler']})",
         highlight=False,
     )
-    console.print(f"\n[bold]{title}[/bold]: {_heading(rows)}", highlight=False)
-    for metric, of_metric in _by_metric(rows).items():
-        console.print()
-        console.print(_table(metric, of_metric, _varying(rows)))
-    console.print()
-    for note in notes:
-        console.print(note, highlight=False)
 
 
-def _table(metric: str, rows: Sequence[Row], varying: Sequence[str]) -> Table:
-    table = Table(
-        title=f"{metric}, {rows[0].unit}{_simulated(rows)}",
+def new_table(title: str) -> Table:
+    """Without columns yet; with as few lines as can be."""
+    return Table(
+        title=title or None,
         title_justify="left",
         box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
         show_edge=False,
         pad_edge=False,
     )
+
+
+def _table(metric: str, rows: Sequence[Row], varying: Sequence[str]) -> Table:
+    table = new_table(f"{metric}, {rows[0].unit}{simulated_mark(rows)}")
     for key in varying:
-        table.add_column(_spaced(key), justify=_side(rows[0].scenario[key]))
+        table.add_column(spaced(key), justify=side_of(rows[0].scenario[key]))
     columns = ["n", "median", "p90", "p99"]
     if any(row.ratio is not None for row in rows):
         columns += ["baseline", "ratio"]
@@ -255,9 +285,9 @@ def _table(metric: str, rows: Sequence[Row], varying: Sequence[str]) -> Table:
         table.add_column(column, justify="right", no_wrap=True)
     for row in rows:
         cells = [str(row.scenario[key]) for key in varying]
-        cells += [str(row.n), *(_number(value) for value in (row.median, row.p90, row.p99))]
+        cells += [str(row.n), *(number(value) for value in (row.median, row.p90, row.p99))]
         if row.baseline_median is not None and row.ratio is not None:
-            cells += [_number(row.baseline_median), f"{row.ratio:.2f}x"]
+            cells += [number(row.baseline_median), f"{row.ratio:.2f}x"]
         table.add_row(*cells)
     return table
 
@@ -266,13 +296,13 @@ def plot(rows: Sequence[Row], file: Path, *, title: str) -> None:
     """A panel for each metric: the median of ours, a line to its p99, and the baseline beside."""
     from matplotlib.figure import Figure
 
-    by_metric = _by_metric(rows)
-    most = max(len(panel) for panel in by_metric.values())
-    figure = Figure(figsize=(2 + 5 * len(by_metric), 1.6 + 0.28 * most), layout="constrained")
-    figure.suptitle(f"{title}\n{_heading(rows)}", fontsize=10)
-    panels: Sequence[Axes] = figure.subplots(1, len(by_metric), squeeze=False)[0]
-    for axes, (metric, panel) in zip(panels, by_metric.items(), strict=True):
-        _draw_panel(axes, metric, panel, _varying(rows))
+    metrics = by_metric(rows)
+    most = max(len(panel) for panel in metrics.values())
+    figure = Figure(figsize=(2 + 5 * len(metrics), 1.6 + 0.28 * most), layout="constrained")
+    figure.suptitle(f"{title}\n{heading(rows)}", fontsize=10)
+    panels: Sequence[Axes] = figure.subplots(1, len(metrics), squeeze=False)[0]
+    for axes, (metric, panel) in zip(panels, metrics.items(), strict=True):
+        _draw_panel(axes, metric, panel, varying_keys(rows))
     figure.savefig(file, dpi=150)
 
 
@@ -290,7 +320,7 @@ def _draw_panel(axes: "Axes", metric: str, rows: Sequence[Row], varying: Sequenc
         axes.set_xscale("log")
     else:
         axes.set_xlim(left=0)
-    axes.set_title(f"{metric}{_simulated(rows)}", fontsize=9)
+    axes.set_title(f"{metric}{simulated_mark(rows)}", fontsize=9)
     axes.set_xlabel(f"{rows[0].unit}, median and p99")
     axes.set_yticks(positions, [_label(row, varying) for row in rows], fontsize=8)
     axes.set_ylim(len(rows) - 0.5, -0.5)
@@ -312,12 +342,14 @@ def _check_can_plot(file: Path) -> None:
         )
 
 
-def _by_metric(rows: Sequence[Row]) -> dict[str, list[Row]]:
+def by_metric(rows: Sequence[Row]) -> dict[str, list[Row]]:
+    """The rows of every metric, in the order of their first."""
     metrics = dict.fromkeys(row.metric for row in rows)
     return {metric: [row for row in rows if row.metric == metric] for metric in metrics}
 
 
-def _simulated(rows: Sequence[Row]) -> str:
+def simulated_mark(rows: Sequence[Row]) -> str:
+    """For a title, where a link model made the numbers."""
     return " (simulated)" if any(row.simulated for row in rows) else ""
 
 
@@ -330,37 +362,66 @@ def _common(rows: Sequence[Row]) -> dict[str, Value]:
     }
 
 
-def _varying(rows: Sequence[Row]) -> list[str]:
+def varying_keys(rows: Sequence[Row]) -> list[str]:
+    """The keys in which the scenarios differ."""
     common = _common(rows)
     return [key for key in rows[0].scenario if key not in common]
 
 
-def _heading(rows: Sequence[Row]) -> str:
-    return ", ".join(f"{_spaced(key)} {value}" for key, value in _common(rows).items())
+def heading(rows: Sequence[Row]) -> str:
+    """What all scenarios have in common, in words."""
+    return ", ".join(f"{spaced(key)} {value}" for key, value in _common(rows).items())
 
 
 def _label(row: Row, varying: Sequence[str]) -> str:
     """Words speak for themselves, numbers need their name."""
     values = {key: row.scenario[key] for key in varying}
     return ", ".join(
-        value if isinstance(value, str) else f"{_spaced(key)} {value:,}"
+        value if isinstance(value, str) else f"{spaced(key)} {value:,}"
         for key, value in values.items()
     )
 
 
-def _spaced(key: str) -> str:
+def spaced(key: str) -> str:
+    """A key as words."""
     return key.replace("_", " ")
 
 
-def _side(value: Value) -> Literal["left", "right"]:
+def side_of(value: Value) -> Literal["left", "right"]:
     return "left" if isinstance(value, str) else "right"
 
 
-def _number(value: float) -> str:
+def number(value: float) -> str:
+    """Three digits, or all before the point."""
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
 
 
 # --- running -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Cores:
+    """Where the caller and the issuing thread run; the same one if there is no other."""
+
+    caller: int
+    issuer: int
+
+    @classmethod
+    def of(cls, allowed: Sequence[int]) -> "Cores":
+        return cls(caller=allowed[0], issuer=allowed[-1])
+
+    @contextmanager
+    def caller_pinned(self) -> Iterator[None]:
+        before = os.sched_getaffinity(0)
+        os.sched_setaffinity(0, {self.caller})
+        try:
+            yield
+        finally:
+            os.sched_setaffinity(0, before)
+
+    def __str__(self) -> str:
+        apart = "another core" if self.issuer != self.caller else "the same core, there is no other"
+        return f"the caller on core {self.caller}, the issuing thread on {apart}"
 
 
 def new_app(help_text: str) -> typer.Typer:

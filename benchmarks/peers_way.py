@@ -6,6 +6,7 @@ called. It is ours, in vectorised torch, and says nothing about how fast the pee
 """
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -65,16 +66,25 @@ class Pool:
 
 def pools_of(layers: int, pages: int) -> tuple[Pool, ...]:
     """The pools of the geometry with ``layers`` layers, at addresses that do not overlap."""
+    return pools_at_no_address(
+        [(spec.name, layers, spec.page_bytes(PAGE_SIZE)) for spec in POOLS.values()], pages
+    )
+
+
+def pools_at_no_address(
+    shapes: Sequence[tuple[str, int, int]], pages: int, start: int = 1 << 40
+) -> tuple[Pool, ...]:
+    """Pools of a name, so many layers and bytes a page each, at addresses that do not overlap."""
     pools = []
-    free = 1 << 40
-    for spec in POOLS.values():
-        size = layers * pages * spec.page_bytes(PAGE_SIZE)
+    free = start
+    for name, layers, page_bytes in shapes:
+        size = layers * pages * page_bytes
         pools.append(
             Pool(
-                name=spec.name,
+                name=name,
                 layers=layers,
                 pages=pages,
-                page_bytes=spec.page_bytes(PAGE_SIZE),
+                page_bytes=page_bytes,
                 device=free,
                 host=free + size,
             )
@@ -129,8 +139,10 @@ class PeersWay:
         """One copy for every page of every layer."""
         self._handed_over = 0
         begin = time.perf_counter_ns()
-        for layer in range(self._pools[0].layers):
+        for layer in range(max(pool.layers for pool in self._pools)):
             for pool in self._pools:
+                if layer >= pool.layers:
+                    continue
                 layer_bytes = pool.pages * pool.page_bytes
                 device_pages = indices.device[::PAGE_SIZE] // PAGE_SIZE
                 host_pages = indices.host[::PAGE_SIZE] // PAGE_SIZE

@@ -80,6 +80,15 @@ and its copies are done, or it has failed and those that had been issued are don
           },
           py::arg("end"), "Milliseconds from this event to `end`; both must be reached.")
       .def(
+          "elapsed_since",
+          [](const BurstEvent& self, const BoundEvent& start) {
+            Device& device = self.burst->device();
+            return device.elapsed_ms(handle_on(start, device), self.handle());
+          },
+          py::arg("event"),
+          R"(Milliseconds from `event`, recorded on a stream of this device, to this one; below 0 if it came
+after. Both must be reached.)")
+      .def(
           "elapsed_time",
           [](const BurstEvent& self, const BoundEvent& end) {
             Device& device = self.burst->device();

@@ -112,9 +112,9 @@ def test_link_makes_room_for_more_pages(monkeypatch: pytest.MonkeyPatch) -> None
     wanted: list[int] = []
     init = Demo.__init__
 
-    def smaller(demo: Demo, options: DemoOptions, tick: Tick) -> None:
+    def smaller(demo: Demo, options: DemoOptions, tick: Tick, *, record: bool) -> None:
         wanted.append(options.pages)
-        init(demo, replace(options, pages=2), tick)
+        init(demo, replace(options, pages=2), tick, record=record)
 
     monkeypatch.setattr(Demo, "__init__", smaller)
     for link in ([], ["--link", "h100"]):

@@ -27,6 +27,8 @@ class Ack:
     """Microseconds of the scheduler thread, the allocators not counted."""
     alloc_us: float = 0.0
     """Microseconds that the allocators took on it beside that."""
+    submitted_ns: int = 0
+    """When submission began, by `time.perf_counter_ns`."""
     kept: tuple[torch.Tensor, ...] = ()
     """Index tensors in device memory, which the issuer reads."""
     exchanged: "ExchangedLoad | None" = None

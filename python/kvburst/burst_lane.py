@@ -243,6 +243,7 @@ class BurstLane:
                 dict.fromkeys(self._pool_names, tokens),
                 caller_us=caller_ns / 1000,
                 alloc_us=self._alloc_ns / 1000,
+                submitted_ns=begin,
                 kept=tuple(self._kept),
                 exchanged=exchanged,
             )

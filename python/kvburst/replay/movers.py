@@ -6,6 +6,7 @@ Here pages are page ids, in lists; the library itself deals in slots.
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
@@ -16,6 +17,7 @@ from kvburst.page_allocator import PageAllocator
 from kvburst.pools import Pool
 from kvburst.replay.burst_log import DIRECTIONS, BurstLog
 from kvburst.replay.tiers import TierSizes
+from kvburst.timeline import SCHEDULER, FlightRecorder
 
 
 class Mover(ABC):
@@ -148,6 +150,13 @@ class ByteMover(Mover):
             check="slots",
         )
         self._burst = -1
+        self._recorder: FlightRecorder | None = None
+
+    def record(self, title: str) -> FlightRecorder:
+        """A recorder that sees all that goes on from now on."""
+        self._recorder = FlightRecorder(self._device, title)
+        self._recorder.watch(self._controller)
+        return self._recorder
 
     @property
     def copies_issued(self) -> int:
@@ -158,9 +167,10 @@ class ByteMover(Mover):
         """As a forward does: layer by layer."""
         gate = self._controller.layer_done_counter
         gate.set_consumer(self._burst)
-        for layer in range(gate.num_layers):
-            gate.wait_until(layer)
-        self._device.current_stream().synchronize()
+        with self._recorded(f"wait for load {self._burst}"):
+            for layer in range(gate.num_layers):
+                gate.wait_until(layer)
+            self._device.current_stream().synchronize()
         self._burst = -1
         _retire(self._controller.ack_load_queue)
 
@@ -169,6 +179,12 @@ class ByteMover(Mover):
 
     def stop(self) -> None:
         self._controller.stop()
+
+    def _recorded(self, name: str) -> AbstractContextManager[None]:
+        """A span of this thread, if somebody wants it and there is a load."""
+        if self._recorder is None or self._burst < 0:
+            return nullcontext()
+        return self._recorder.on_thread(SCHEDULER, name)
 
     def _write(self, device_slots: torch.Tensor) -> torch.Tensor | None:
         return self._controller.write(device_slots)

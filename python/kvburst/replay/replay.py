@@ -16,6 +16,7 @@ from kvburst.replay.recording import Recording
 from kvburst.replay.server import Server, ServerCounts
 from kvburst.replay.tiers import TierSizes, absent_layouts, geometry_of, real_pools
 from kvburst.replay.trace import Request, read_trace
+from kvburst.timeline import Flight, FlightRecorder
 
 
 @dataclass(frozen=True)
@@ -43,16 +44,21 @@ class ReplayResult:
     mismatches: tuple[str, ...]
     seconds: float
     recording: Recording
+    flight: Flight | None = None
+    """What the flight recorder saw, if one was wanted."""
 
 
 class Replay:
-    """Reads the trace and lays out the tiers; `run` then replays it, once.
+    """Reads the trace and lays out the tiers; `run` then replays it, once, with `record` under a
+    flight recorder.
 
     Raises ``KVBurstError`` where the trace, the geometry or the memory do not allow it, before
     anything has moved.
     """
 
-    def __init__(self, options: ReplayOptions) -> None:
+    def __init__(self, options: ReplayOptions, *, record: bool = False) -> None:
+        if record and options.plan_only:
+            raise KVBurstError("--timeline: nothing moves with --plan-only, there is none")
         self.options = options
         self.geometry = geometry_of(options)
         self.requests = read_trace(options.trace, options.limit)
@@ -63,13 +69,16 @@ class Replay:
         """Whose pages move; none with ``plan_only``."""
         self._mover: Mover
         self._bytes: PageBytes
+        self._recorder: FlightRecorder | None = None
         if options.plan_only:
             self._log = BurstLog(absent_layouts(self.geometry, sizes))
             self._mover, self._bytes = PlanMover(sizes, self._log), NoBytes()
         else:
             self.pools = real_pools(self.geometry, sizes)
             self._log = BurstLog([pool.layout for pool in self.pools])
-            self._mover = ByteMover(self.pools, sizes, self._log)
+            mover = ByteMover(self.pools, sizes, self._log)
+            self._recorder = mover.record(f"replay of {options.trace.name}") if record else None
+            self._mover = mover
             self._bytes = RealBytes(self.pools)
         self._sizes = sizes
 
@@ -111,6 +120,7 @@ class Replay:
                 self._sizes.host_pages,
                 tuple(self._log.records),
             ),
+            flight=None if self._recorder is None else self._recorder.flight(),
         )
 
     def _check_capacity(self, request: Request) -> None:
