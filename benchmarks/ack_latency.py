@@ -11,8 +11,8 @@ are, and a hundredth of each rank's own. In each step one ack of either queue be
 what the ranks agree on is retired.
 
 ``injected_ms``: the collective is a stub that takes so long, whatever the machine; the board needs
-no collective and is as it is. S2's report of 3.2 ms a collective (two sockets, four ranks) is the
-default.
+no collective and is as it is. The default is a public report: 3.2 ms a collective on two sockets
+with four ranks.
 """
 
 import multiprocessing

@@ -7,7 +7,7 @@ small, the links charge for the geometry's. The host tier is
 - ``off``: not shared, every rank loads everything;
 - ``rank0``: kept by rank 0, which sends all of it;
 - ``rotating``: kept in turn, exchanged on the forward's stream, layer by layer;
-- ``side_stream``: kept in turn, exchanged at once, and then the forward (S4's own order).
+- ``side_stream``: kept in turn, exchanged at once, and then the forward (as first proposed).
 
 ``load_back_ms`` is from the hand-over until all layers are in place on all ranks, for a forward
 that computes nothing. Then a forward computes ``layer_ms`` a layer, or in all a multiple of the

@@ -1,6 +1,6 @@
 """Fixtures that several test files share."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from devices import (
     StandInKind,
     make_host_device,
 )
-from stand_in import Library, StandIn, build
+from stand_in import Library, LoadStandIn, StandIn, build
 
 from kvburst import ComputeDevice, CopyLimits, CudaDevice
 
@@ -63,7 +63,7 @@ def make_gpu(*, limits: CopyLimits | None = None, shallow: bool = False) -> Cuda
 
 
 def make_stand_in_device(
-    load: "LoadStandIn",
+    load: LoadStandIn,
     drivers: list[StandIn],
     kind: StandInKind,
     request: pytest.FixtureRequest,
@@ -83,8 +83,6 @@ def device(make_device: MakeDevice) -> ComputeDevice:
 
 
 # --- the stand-in driver -------------------------------------------------------------------------
-
-LoadStandIn = Callable[..., StandIn]
 
 
 @pytest.fixture(scope="session")

@@ -331,6 +331,10 @@ class StandIn:
         self.configure()
 
 
+LoadStandIn = Callable[..., StandIn]
+"""What the fixture `load_stand_in` is: from the arguments of `StandIn` after the first two."""
+
+
 def main() -> None:
     cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "kvburst-stand-in"
     version = int(sys.argv[1]) if len(sys.argv) > 1 else VERSIONS[-1]

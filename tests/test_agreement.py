@@ -19,7 +19,7 @@ from agreement_helpers import (
     finish,
     numbers,
 )
-from conftest import MakeDevice
+from devices import MakeDevice
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rigs import PAGE, make_rig
@@ -145,7 +145,7 @@ def test_counting_after_taking_reports_the_remainder() -> None:
 
 
 class CountsBeforeTaking:
-    """What S2's order prevents, with counts that are not cumulative: the control."""
+    """What counting after popping prevents, with counts that do not accumulate: the control."""
 
     def __init__(self, queue: AckQueue) -> None:
         self._queue = queue

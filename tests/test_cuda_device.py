@@ -15,10 +15,9 @@ from pathlib import Path
 import pytest
 import torch
 from burst_helpers import LAYOUTS, fill_random
-from conftest import LoadStandIn
 from devices import NO_GPU
 from rigs import LAYERS, Rig, is_reached, make_rig, quiesce
-from stand_in import VERSIONS, StandIn
+from stand_in import VERSIONS, LoadStandIn, StandIn
 
 from kvburst import (
     BurstController,

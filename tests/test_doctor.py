@@ -8,8 +8,8 @@ import platform
 from pathlib import Path
 
 import pytest
-from conftest import LoadStandIn
 from rich.console import Console
+from stand_in import LoadStandIn
 
 from kvburst import _core
 from kvburst.doctor import Diagnosis, Finding, as_json, examine, show

@@ -59,7 +59,7 @@ def test_side_stream_without_its_gate_deadlocks(ranks: int) -> None:
 
 
 def test_gate_alone_is_not_enough_once_a_load_is_submitted_under_a_forward() -> None:
-    """S4's exchange is behind the load fence for a reason."""
+    """The side stream's exchange is behind the load fence for a reason."""
     unfenced = replace(SIDE, gate=True, fence=False, steps=IN_TURN)
     assert explored(unfenced).deadlock is not None
     assert explored(replace(unfenced, steps=ONE)).deadlock is None

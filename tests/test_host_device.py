@@ -22,6 +22,12 @@ from kvburst import (
 from kvburst._core import MeetingPoint
 
 
+@pytest.fixture
+def device() -> HostDevice:
+    """Of this kind alone, whatever else there is."""
+    return HostDevice()
+
+
 def test_with_makes_a_stream_this_threads_current_one() -> None:
     device = HostDevice()
     default = device.current_stream().handle

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import MakeDevice
+from devices import MakeDevice
 from rigs import Mode, Rig, make_rig
 from typer.testing import CliRunner
 

@@ -222,7 +222,7 @@ void HostDevice::enqueue_rows(StreamHandle handle, std::span<const std::int64_t>
   std::vector<Copy> work = stream->spare();
   work.reserve(ids.size());
   for (std::size_t i = 0; i < ids.size(); ++i) work.push_back(copy_of(i));
-  check(work.front());
+  limits_.check(work.front());
   stream->push(HostStream::Copies{std::move(work), nullptr});
 }
 

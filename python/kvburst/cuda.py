@@ -121,6 +121,13 @@ def _view(memory: _core.DeviceMemory) -> torch.Tensor:
     return torch.frombuffer(view, dtype=torch.uint8).zero_()
 
 
+def _as_torch(handle: int, index: int) -> torch.cuda.Stream:
+    # An external stream of handle 0 would be another than the default (pytorch/pytorch#182960).
+    if handle == 0:
+        return torch.cuda.default_stream(index)
+    return torch.cuda.ExternalStream(handle, device=index)  # type: ignore[no-untyped-call]
+
+
 class _Entered(threading.local):
     """The streams that a thread has entered, the innermost last."""
 
@@ -138,8 +145,7 @@ def _torch_streams(
         return int(torch.cuda.current_stream(index).cuda_stream)
 
     def push(handle: int) -> None:
-        stream = torch.cuda.ExternalStream(handle, device=index)  # type: ignore[no-untyped-call]
-        context: AbstractContextManager[object] = torch.cuda.stream(stream)
+        context: AbstractContextManager[object] = torch.cuda.stream(_as_torch(handle, index))
         context.__enter__()
         entered.contexts.append(context)
 

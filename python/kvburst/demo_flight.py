@@ -4,14 +4,14 @@ of, and when each layer of the load was in place."""
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvburst._core import Event, HostDevice, Stream
+from kvburst._core import ComputeDevice, Event, Stream
 from kvburst.controller import BurstController
 from kvburst.demo_options import DemoOptions
 from kvburst.timeline import FORWARD, GATE, SCHEDULER, STREAMS, FlightRecorder, Span
 
 
 def new_recorder(
-    options: DemoOptions, device: HostDevice, controller: BurstController
+    options: DemoOptions, device: ComputeDevice, controller: BurstController
 ) -> FlightRecorder:
     """Watches the controller from now on."""
     recorder = FlightRecorder(
@@ -33,7 +33,7 @@ class ForwardEvents:
 
 
 def landing_events(
-    device: HostDevice, controller: BurstController, burst: int, stream: Stream
+    device: ComputeDevice, controller: BurstController, burst: int, stream: Stream
 ) -> list[Event]:
     """By layer: its bytes were there. Of a load whose forward has been launched, so that no wait of
     the forward's is found to have begun here."""

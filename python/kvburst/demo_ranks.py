@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from kvburst._core import KVBurstError
+from kvburst._core import HostDevice, KVBurstError
 from kvburst.demo import Demo, Seat, Tick, num_ticks
 from kvburst.demo_options import DemoOptions
 from kvburst.demo_result import DemoResult
@@ -229,14 +229,15 @@ class _Rank:
 
     def _modelled(self, result: DemoResult) -> Modelled | None:
         demo, options = self._demo, self._options
-        if demo.shard is None or demo.device.link is None:
+        link = demo.device.link if isinstance(demo.device, HostDevice) else None
+        if demo.shard is None or link is None:
             return None
         planned = planned_load(
             [pool.layout for pool in demo.pools],
             demo.targets,
             demo.on_host,
             demo.geometry.page_size,
-            demo.device.link,
+            link,
         )
         arrivals: list[dict[int, float]] = [{} for _ in range(options.ranks)]
         dist.all_gather_object(arrivals, dict(planned.arrivals_ms))

@@ -19,7 +19,7 @@ from pathlib import Path
 from time import perf_counter_ns
 from typing import Any
 
-from kvburst._core import Event, HostDevice, KVBurstError
+from kvburst._core import ComputeDevice, Event, KVBurstError
 from kvburst.acks import Ack
 from kvburst.controller import BurstController
 
@@ -83,7 +83,7 @@ class FlightRecorder:
 
     def __init__(
         self,
-        device: HostDevice,
+        device: ComputeDevice,
         title: str = "kvburst",
         *,
         rank: int = 0,
@@ -297,7 +297,7 @@ def _shifted(span: Span, by: float) -> Span:
     return replace(span, start_us=span.start_us - by, end_us=end_us)
 
 
-def _origin(device: HostDevice) -> tuple[Event, float]:
+def _origin(device: ComputeDevice) -> tuple[Event, float]:
     """An event of the device, and when it was: of a few tries the one known best."""
     stream = device.new_stream()
     found: list[tuple[float, Event, float]] = []

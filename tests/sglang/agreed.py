@@ -50,3 +50,7 @@ class Metered:
     copies: dict[str, int]
     """In each direction, as this rank's device has counted them."""
     agreements: int
+    """Of the cache that is metered."""
+    agreements_in_all: int
+    failures_in_all: int
+    """Of the process, whose earlier tests count as well."""

@@ -51,6 +51,8 @@ def scraped(context: Context, setup: Setup, folder: str, loads: int) -> Metered:
             "backup": device.counters("backup").copies,
         },
         agreements=status().agreements - before.agreements,
+        agreements_in_all=status().agreements,
+        failures_in_all=status().failures,
     )
 
 

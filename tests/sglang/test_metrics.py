@@ -42,10 +42,11 @@ def test_what_ranks_moved_and_agreed_on_is_scraped(ranks: Ranks, tmp_path: Path)
         assert value("kvburst_gate_stall_seconds_count", rank) == LOADS
         assert value("kvburst_overlap_ratio_count", rank) == LOADS
         assert 0 <= value("kvburst_overlap_ratio_sum", rank) <= LOADS
-        assert value("kvburst_agreements_total", rank) == metered[rank].agreements
+        assert value("kvburst_agreements_total", rank) == metered[rank].agreements_in_all
+        assert metered[rank].agreements > 0
         assert value("kvburst_agreement_seconds_count", rank) >= metered[rank].agreements
         assert value("kvburst_agreement_seconds_sum", rank) > 0
-        assert value("kvburst_failures_total", rank) == 0
+        assert value("kvburst_failures_total", rank) == metered[rank].failures_in_all
     exported = {family.name for family in families}
     assert "sglang:load_back_duration_seconds" in exported
     for metric in _on_the_dashboard():

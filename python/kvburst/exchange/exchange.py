@@ -13,7 +13,7 @@ import torch
 from kvburst._core import (
     Burst,
     BurstError,
-    HostDevice,
+    Device,
     KVBurstError,
     LayerGate,
     LayoutError,
@@ -53,7 +53,7 @@ class Exchange(ABC):
     def __init__(
         self,
         pools: Sequence[Pool],
-        device: HostDevice,
+        device: Device,
         gate: LayerGate,
         ownership: Ownership,
         channel: Channel,

@@ -6,7 +6,7 @@ from typing import Protocol
 
 import torch
 
-from kvburst._core import HostDevice, LayoutError, Stream
+from kvburst._core import Device, HostDevice, LayoutError, Stream
 from kvburst.exchange.channel import Channel, current_for_torch
 from kvburst.pools import Pool
 
@@ -78,7 +78,7 @@ class LayerBroadcast:
     """
 
     def __init__(
-        self, pools: Sequence[Pool], device: HostDevice, channel: Channel, staging_bytes: int
+        self, pools: Sequence[Pool], device: Device, channel: Channel, staging_bytes: int
     ) -> None:
         for pool in pools:
             if staging_bytes < pool.device.page_bytes:
@@ -87,8 +87,11 @@ class LayerBroadcast:
                     f"{pool.name!r}, {pool.device.page_bytes} bytes"
                 )
         self._channel = channel
-        on_host_streams = channel.on_stream and isinstance(device, HostDevice)
-        self._rows: _Rows = _StreamRows(device) if on_host_streams else _TorchRows()
+        self._rows: _Rows = (
+            _StreamRows(device)
+            if channel.on_stream and isinstance(device, HostDevice)
+            else _TorchRows()
+        )
         self._staging = channel.staging(staging_bytes, pools[0].device.layers[0].device)
         # By pool, then by model layer: its pages as rows.
         self._layers = tuple(

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from kvburst._core import HostDevice, LayerGate, LayoutError
+from kvburst._core import Device, LayerGate, LayoutError
 from kvburst.exchange.channel import Channel
 from kvburst.exchange.exchange import Exchange
 from kvburst.exchange.forward_stream import ForwardStreamExchange
@@ -46,7 +46,7 @@ class RankShard:
     def open(
         self,
         pools: Sequence[Pool],
-        device: HostDevice,
+        device: Device,
         gate: LayerGate,
         mode: Literal["thread", "inline"],
     ) -> Exchange:

@@ -1,4 +1,4 @@
-"""S4's own order, for comparison: all at once, on a stream of its own, and then the forward."""
+"""The side-stream order, for comparison: all at once, on its own stream, then the forward."""
 
 import queue
 import threading
