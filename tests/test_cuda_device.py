@@ -397,6 +397,7 @@ def back_up_and_load_on(rig: Rig, stream: Stream) -> None:
     with stream:
         burst, target = rig.load(rig.on_host(0x44))
         rig.wait(burst, LAYERS - 1)
+    stream.synchronize()
     assert rig.found_on_device(target) == {0x44}
 
 
