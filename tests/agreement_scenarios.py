@@ -421,7 +421,7 @@ def grid_on_some() -> None:
 
 
 def killed_in_set_up(victim: int) -> None:
-    tp = make_groups([[0, 1, 2, 3]], timeout=2)[0]
+    tp = make_groups([[0, 1, 2, 3]], timeout=10)[0]
     if dist.get_rank() == victim:
         os.kill(os.getpid(), signal.SIGKILL)
     Agreement(AgreementGroups(tp=tp)).reducer([], idle=lambda: False)
