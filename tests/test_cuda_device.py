@@ -33,6 +33,7 @@ from kvburst import (
     Stream,
 )
 from kvburst._core import PinnedMemory
+from kvburst.cuda import _as_torch
 from kvburst.pools import HostLayout
 
 SINGLE_CALLS = ("cuMemcpyHtoDAsync", "cuMemcpyDtoHAsync", "cuMemcpy2DAsync")
@@ -846,3 +847,13 @@ def test_demo_without_a_driver_says_what_is_missing_in_one_line() -> None:
     assert result.returncode != 0
     (line,) = result.stderr.strip().splitlines()
     assert "libnot-here.so.1" in line
+
+
+def test_handle_of_the_default_stream_is_torchs_default_stream(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """pytorch/pytorch#182960: an external stream of handle 0 is another stream, without order."""
+    monkeypatch.setattr(torch.cuda, "default_stream", lambda index: ("default", index))
+    monkeypatch.setattr(torch.cuda, "ExternalStream", lambda handle, device: (handle, device))
+    assert _as_torch(0, 1) == ("default", 1)
+    assert _as_torch(0x5000, 1) == (0x5000, 1)
