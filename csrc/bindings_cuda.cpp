@@ -1,4 +1,6 @@
 #include <optional>
+#include <string>
+#include <string_view>
 #include <utility>
 
 #include "bindings.h"
@@ -64,6 +66,13 @@ or else ``libcuda.so.1``. Raises DeviceError if it cannot be loaded or is older 
                              "No GPU is behind it: the memory of its devices is host memory.")
       .def_property_readonly("batch_version", &Driver::batch_version,
                              "The form of the batch calls it has: 12080 or 13000; 0 for none.")
+      .def_property_readonly(
+          "why_no_kernels",
+          [](const Driver& self) -> std::optional<std::string> {
+            const std::string why = cuda::why_not_loadable(self, cuda::built_in_kernels());
+            return why.empty() ? std::nullopt : std::optional(why);
+          },
+          "Why no device of it can load the kernels of this build; None if it can try.")
       .def(
           "gpu_names",
           [](const Driver& self) { return without_gil([&] { return cuda::gpu_names(self); }); },
@@ -104,13 +113,18 @@ void bind_cuda(py::module_& module) {
                                                                      R"(A GPU, through the driver.
 
 ``streams``: how to ask for, set and put back the current stream of a thread, where a framework
-keeps it: three functions; without them threads have the streams that they enter.)")
+keeps it: three functions; without them threads have the streams that they enter. ``kernels``: a
+fat binary of this version's csrc/cuda/staging.cu, to be loaded instead of the one in this build.)")
       .def(py::init([](int index, std::shared_ptr<Driver> driver, std::optional<CopyLimits> limits,
-                       bool single_copies,
+                       bool single_copies, std::optional<py::bytes> kernels,
                        std::optional<std::tuple<py::object, py::object, py::object>> streams) {
              CudaOptions options;
              options.limits = limits.value_or(CopyLimits{});
              options.single_copies = single_copies;
+             if (kernels) {
+               const std::string_view image(*kernels);
+               options.kernels = {std::as_bytes(std::span(image)), "those given by the caller"};
+             }
              if (streams) {
                auto& [current, push, pop] = *streams;
                options.current_streams = std::make_shared<PythonStreams>(
@@ -119,13 +133,16 @@ keeps it: three functions; without them threads have the streams that they enter
              return make_waiting<CudaDevice>(std::move(driver), index, std::move(options));
            }),
            py::arg("index"), py::kw_only(), py::arg("driver"), py::arg("limits") = py::none(),
-           py::arg("single_copies") = false, py::arg("streams") = py::none())
+           py::arg("single_copies") = false, py::arg("kernels") = py::none(),
+           py::arg("streams") = py::none())
       .def_property_readonly("index",
                              [](const CudaDevice& self) { return self.context()->index(); })
       .def_property_readonly("gpu_name",
                              [](const CudaDevice& self) { return self.context()->gpu_name(); })
       .def_property_readonly("copy_calls", &CudaDevice::copy_calls,
                              "Which calls of the driver copies are made with, and why those.")
+      .def_property_readonly("kernels", &CudaDevice::kernels,
+                             R"(Which kernels gather and scatter rows, or "none: " and why.)")
       .def(
           "wrap_stream",
           [](const std::shared_ptr<CudaDevice>& self, StreamHandle handle) {

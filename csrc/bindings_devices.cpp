@@ -1,3 +1,4 @@
+#include <chrono>
 #include <functional>
 #include <optional>
 #include <span>
@@ -56,8 +57,10 @@ class MeetingPoint {
   bool promised_ = false;
 };
 
-std::span<const std::int64_t> ids_at(std::uintptr_t address, std::size_t count) {
-  return {reinterpret_cast<const std::int64_t*>(address), count};
+RowMove move_of(std::uintptr_t packed, std::uintptr_t rows, std::uintptr_t ids, std::int64_t count,
+                std::int64_t row_bytes) {
+  return {packed, rows, ids, whole_number<std::uint64_t, DeviceError>("count", count, 0),
+          whole_number<std::uint64_t, DeviceError>("row_bytes", row_bytes, 1)};
 }
 
 HostDevice& host_of(const BoundStream& stream) {
@@ -120,6 +123,18 @@ simulated, and must say so.)")
       .def_readonly("tall_issue_us", &LinkModel::tall_issue_us)
       .def_readonly("queue_depth", &LinkModel::queue_depth)
       .def_readonly("byte_scale", &LinkModel::byte_scale);
+
+  py::class_<RowMove>(module, "RowMove",
+                      R"(Rows of one array, and the packed memory they go to or come from.
+
+What `ComputeDevice.gather` takes, by the same names.)")
+      .def(py::init(&move_of), py::kw_only(), py::arg("packed"), py::arg("rows"), py::arg("ids"),
+           py::arg("count"), py::arg("row_bytes"))
+      .def_readonly("packed", &RowMove::packed)
+      .def_readonly("rows", &RowMove::rows)
+      .def_readonly("ids", &RowMove::ids)
+      .def_readonly("count", &RowMove::count)
+      .def_readonly("row_bytes", &RowMove::row_bytes);
 
   py::class_<CopyCounters>(module, "CopyCounters",
                            "Copies that a device was handed in one direction since it was made.")
@@ -274,13 +289,20 @@ Where torch computes on the device, torch's.)")
               call.push_back({dst, src, width, height, dst_pitch, src_pitch});
             }
             const Direction towards = direction_of(direction);
-            without_gil([&] { self.copy(handle_on(stream, self), towards, call); });
+            return without_gil([&] {
+              const auto begin = std::chrono::steady_clock::now();
+              self.copy(handle_on(stream, self), towards, call);
+              const std::chrono::duration<double, std::micro> took =
+                  std::chrono::steady_clock::now() - begin;
+              return took.count();
+            });
           },
           py::arg("stream"), py::arg("direction"), py::arg("copies"),
           R"(Enqueues copies between the tiers, outside any burst, in one call.
 
 Each is (dst, src, width, height, dst_pitch, src_pitch), addresses and bytes, as a plan has them.
-The memory must stay until they are done.)");
+The memory must stay until they are done. Returns the microseconds that the device held the calling
+thread, without those of translating the arguments.)");
 
   py::class_<ComputeDevice, Device, std::shared_ptr<ComputeDevice>>(
       module, "ComputeDevice", "A device on which a forward can run, or what stands for one.")
@@ -296,25 +318,53 @@ The memory must stay until they are done.)");
           R"(Enqueues a copy within the device, between two addresses; all sizes in bytes.
 
 Counted nowhere and slowed by no link. The memory must stay until it is done.)")
+      .def_property_readonly("moves_rows", &ComputeDevice::moves_rows,
+                             "Whether `gather` and `scatter` can be called; else they raise why.")
       .def(
           "gather",
-          [](HostDevice& self, const BoundStream& stream, std::uintptr_t packed,
-             std::uintptr_t rows, std::uintptr_t ids, std::size_t count, std::size_t row_bytes) {
-            self.gather(handle_on(stream, self), packed, rows, ids_at(ids, count), row_bytes);
+          [](ComputeDevice& self, const BoundStream& stream, std::uintptr_t packed,
+             std::uintptr_t rows, std::uintptr_t ids, std::int64_t count, std::int64_t row_bytes) {
+            const RowMove move = move_of(packed, rows, ids, count, row_bytes);
+            self.gather(handle_on(stream, self), {&move, 1});
           },
           py::arg("stream"), py::arg("packed"), py::arg("rows"), py::arg("ids"), py::arg("count"),
           py::arg("row_bytes"),
           R"(Enqueues copying `count` rows of the array at `rows` to `packed`, one after the other.
 
-All are addresses; the `count` int64 at `ids`, which rows, are read before the call returns.)")
+A row is `row_bytes` bytes: a page, say. All are addresses of the device's memory, which must stay
+until it is done; at `ids` are `count` int64, the rows. On `host` they are read before the call
+returns, and one below 0 is refused. On `cuda` they are read when the stream gets there, and
+cannot be checked: an id without a row is an access outside the array. Raises DeviceError, and
+enqueues nothing, where there are no kernels (`CudaDevice.kernels` says why), on a capturing stream,
+and on numbers or addresses that cannot be.)")
       .def(
           "scatter",
-          [](HostDevice& self, const BoundStream& stream, std::uintptr_t rows,
-             std::uintptr_t packed, std::uintptr_t ids, std::size_t count, std::size_t row_bytes) {
-            self.scatter(handle_on(stream, self), rows, packed, ids_at(ids, count), row_bytes);
+          [](ComputeDevice& self, const BoundStream& stream, std::uintptr_t rows,
+             std::uintptr_t packed, std::uintptr_t ids, std::int64_t count,
+             std::int64_t row_bytes) {
+            const RowMove move = move_of(packed, rows, ids, count, row_bytes);
+            self.scatter(handle_on(stream, self), {&move, 1});
           },
           py::arg("stream"), py::arg("rows"), py::arg("packed"), py::arg("ids"), py::arg("count"),
-          py::arg("row_bytes"), "The reverse of `gather`.")
+          py::arg("row_bytes"),
+          R"(The reverse of `gather`: the destination comes first here too.
+
+An id that occurs twice leaves bytes of either packed row.)")
+      .def(
+          "gather_all",
+          [](ComputeDevice& self, const BoundStream& stream, const std::vector<RowMove>& moves) {
+            self.gather(handle_on(stream, self), moves);
+          },
+          py::arg("stream"), py::arg("moves"),
+          R"(`gather` of several arrays at once, without an order among them.
+
+On a GPU one launch for every 64 of them: the pools of a layer, say.)")
+      .def(
+          "scatter_all",
+          [](ComputeDevice& self, const BoundStream& stream, const std::vector<RowMove>& moves) {
+            self.scatter(handle_on(stream, self), moves);
+          },
+          py::arg("stream"), py::arg("moves"), "The reverse of `gather_all`.")
       .def(
           "fill",
           [](ComputeDevice& self, const BoundStream& stream, std::uintptr_t dst, std::uint8_t value,

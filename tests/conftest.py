@@ -9,6 +9,7 @@ import torch
 from devices import (
     DEVICES,
     SHALLOW_QUEUE,
+    STAND_IN_KERNELS,
     STAND_INS,
     MakeDevice,
     StandInKind,
@@ -37,7 +38,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 # --- devices -------------------------------------------------------------------------------------
 
 
-@pytest.fixture(params=DEVICES)
+@pytest.fixture(
+    params=[
+        pytest.param(name, marks=pytest.mark.gpu) if name == "cuda" else name for name in DEVICES
+    ]
+)
 def make_device(request: pytest.FixtureRequest) -> Iterator[MakeDevice]:
     """Makes devices of one kind. A stand-in driver's record is checked in the end: nothing may have
     touched the same bytes without an order, unless the test is there to show a race."""
@@ -74,12 +79,20 @@ def make_stand_in_device(
     depth = {"queue_depth": SHALLOW_QUEUE} if shallow else {}
     seed = request.config.getoption("--seed")
     drivers.append(load(kind.version, order=kind.order, seed=seed, **depth))
-    return CudaDevice(driver=str(drivers[-1].path), limits=limits)
+    return CudaDevice(driver=str(drivers[-1].path), limits=limits, kernels=STAND_IN_KERNELS)
 
 
 @pytest.fixture
 def device(make_device: MakeDevice) -> ComputeDevice:
     return make_device()
+
+
+@pytest.fixture
+def moving(device: ComputeDevice) -> ComputeDevice:
+    """A device that gathers and scatters rows by its own means."""
+    if not device.moves_rows:
+        pytest.skip(device.kernels)
+    return device
 
 
 # --- the stand-in driver -------------------------------------------------------------------------

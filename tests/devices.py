@@ -1,5 +1,6 @@
 """The devices that tests run on, and memory of theirs."""
 
+import struct
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -7,6 +8,7 @@ import torch
 from stand_in import VERSIONS, Order
 
 from kvburst import ComputeDevice, CopyLimits, CudaDevice, DeviceError, HostDevice, LinkModel
+from kvburst._core import build_info
 from kvburst.cuda import tier_memory
 
 MakeDevice = Callable[..., ComputeDevice]
@@ -37,6 +39,19 @@ STAND_INS = {
     str(kind): kind
     for kind in (StandInKind(version, order) for version in VERSIONS for order in ORDERS)
 }
+
+
+KERNEL_NAMES = ("kvburst_gather_rows", "kvburst_scatter_rows")
+
+
+def kernel_image(names: tuple[str, ...] = KERNEL_NAMES) -> bytes:
+    """A fat binary as far as a stand-in looks at one: its frame, and the names of kernels."""
+    text = b"\0" + b"".join(name.encode() + b"\0" for name in names)
+    return struct.pack("<IHHQ", 0xBA55ED50, 1, 16, len(text)) + text
+
+
+STAND_IN_KERNELS = None if build_info().cuda_toolkit else kernel_image()
+"""What a device on a stand-in loads: the kernels of the build, where it has some."""
 
 
 def make_host_device(*, limits: CopyLimits | None = None, shallow: bool = False) -> HostDevice:

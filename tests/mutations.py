@@ -227,6 +227,20 @@ MUTATIONS = (
         '  context_.driver().check(enter(), "cuCtxSetCurrent");\n',
         ("test_cuda_device.py::test_driver_that_is_gone_is_no_error",),
     ),
+    Mutation(
+        "bytes behind a row's words",
+        "csrc/core/row_moves.h",
+        "dst + head + body, src + head + body, lane, bytes - head - body);",
+        "dst + head + body, src + head + body, lane, 0);",
+        ("test_staging.py::test_gathered_rows_are_those_of_the_ids",),
+    ),
+    Mutation(
+        "pieces of a large row",
+        "csrc/core/row_moves.h",
+        "begin = (piece - row * part.pieces_per_row) * piece_bytes;",
+        "begin = 0;",
+        ("test_staging.py::test_scattered_rows_land_at_their_ids",),
+    ),
 )
 
 

@@ -77,7 +77,8 @@ class Library:
 def build(cache: Path) -> Library:
     """Builds the library in `cache` unless it is there; takes some seconds. Safe to call from
     several processes at once."""
-    headers = sorted([*SOURCES.glob("*.h"), CORE / "cuda" / "driver_types.h"])
+    core = ("core/row_moves.h", "cuda/driver_types.h", "cuda/staging.h")
+    headers = sorted([*SOURCES.glob("*.h"), *(CORE / name for name in core)])
     sources = sorted(path for path in SOURCES.glob("*.cpp") if not path.name.startswith("stress"))
     built = cache / fingerprint([*headers, *sources])
     library = Library(built / "libcuda_stand_in.so", built / "libcuda_stand_in_11.so")
@@ -335,10 +336,15 @@ LoadStandIn = Callable[..., StandIn]
 """What the fixture `load_stand_in` is: from the arguments of `StandIn` after the first two."""
 
 
+def build_in_cache() -> Library:
+    """In the user's cache directory, unless it is there already."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
+    return build(cache / "kvburst-stand-in")
+
+
 def main() -> None:
-    cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "kvburst-stand-in"
     version = int(sys.argv[1]) if len(sys.argv) > 1 else VERSIONS[-1]
-    print(build(cache).of(version))
+    print(build_in_cache().of(version))
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ from kvburst import (
     Stream,
 )
 from kvburst._core import PinnedMemory
-from kvburst.cuda import _as_torch
+from kvburst.cuda import as_torch_stream
 from kvburst.pools import HostLayout
 
 SINGLE_CALLS = ("cuMemcpyHtoDAsync", "cuMemcpyDtoHAsync", "cuMemcpy2DAsync")
@@ -855,5 +855,5 @@ def test_handle_of_the_default_stream_is_torchs_default_stream(
     """pytorch/pytorch#182960: an external stream of handle 0 is another stream, without order."""
     monkeypatch.setattr(torch.cuda, "default_stream", lambda index: ("default", index))
     monkeypatch.setattr(torch.cuda, "ExternalStream", lambda handle, device: (handle, device))
-    assert _as_torch(0, 1) == ("default", 1)
-    assert _as_torch(0x5000, 1) == (0x5000, 1)
+    assert as_torch_stream(0, 1) == ("default", 1)
+    assert as_torch_stream(0x5000, 1) == (0x5000, 1)

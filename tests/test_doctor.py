@@ -17,8 +17,8 @@ from kvburst.doctor import Diagnosis, Finding, as_json, examine, show
 GIB = 1 << 30
 
 
-def printed(diagnosis: Diagnosis, width: int = 160) -> str:
-    console = Console(file=io.StringIO(), width=width, color_system=None)
+def printed(diagnosis: Diagnosis, width: int = 160, *, terminal: bool = True) -> str:
+    console = Console(file=io.StringIO(), width=width, color_system=None, force_terminal=terminal)
     show(diagnosis, console)
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
@@ -64,6 +64,27 @@ def test_missing_kernels_give_the_reason_of_the_build() -> None:
     toolkit = _core.build_info().cuda_toolkit
     assert diagnosis.cuda_build.present == (toolkit is not None)
     assert diagnosis.cuda_build.detail == (toolkit or _core.build_info().cuda_reason)
+
+
+def test_staging_kernels_are_there_where_build_and_driver_have_them(
+    load_stand_in: LoadStandIn,
+) -> None:
+    build = _core.build_info()
+    current = examine(driver_library=str(load_stand_in(13000).path)).staging_kernels
+    older = examine(driver_library=str(load_stand_in(11080).path)).staging_kernels
+    none = examine(driver_library="libdoes-not-exist.so.1").staging_kernels
+    assert current.present == (build.cuda_toolkit is not None)
+    assert not older.present
+    assert not none.present
+    if build.cuda_toolkit is None:
+        words = f"not built in: {build.cuda_reason}"
+        assert current.detail == older.detail == none.detail == words
+    else:
+        words = f"built in by CUDA toolkit {build.cuda_toolkit}, "
+        assert current.detail.startswith(f"{words}the driver can load them; ")
+        why = "cuLibraryLoadData came with 12.0, the driver is 11.8"
+        assert older.detail == f"{words}but cannot be loaded: {why}"
+        assert none.detail == f"{words}but cannot be loaded: no driver"
 
 
 def test_device_cuda_is_not_claimed_without_a_driver() -> None:
@@ -151,3 +172,64 @@ def test_narrow_terminal_loses_no_words() -> None:
     diagnosis = examine()
     words = "".join(printed(diagnosis, width=40).split())
     assert "".join(diagnosis.compiler.split()) in words
+
+
+def test_messages_are_whole_lines_for_what_is_no_terminal() -> None:
+    diagnosis = examine(driver_library="libdoes-not-exist.so.1")
+    lines = printed(diagnosis, width=40, terminal=False).splitlines()
+    assert not [line for line in lines if line != line.rstrip()]
+    (driver,) = [line for line in lines if line.startswith("CUDA driver")]
+    assert driver.endswith(f"no: {diagnosis.driver_library.detail}")
+    assert len(driver) > 80
+
+
+# --- the SGLang plugin ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("environment", "finding"),
+    [
+        ({"HOME": "/"}, Finding(False, "nothing is asked for: none of its variables is set")),
+        ({"KVBURST": "0"}, Finding(False, "KVBURST=0: asks for nothing")),
+        (
+            {"KVBURST": "1"},
+            Finding(
+                True,
+                "KVBURST=1: asks for loads as bursts, backups by plan,"
+                " agreement between ranks (board)",
+            ),
+        ),
+        (
+            {
+                "KVBURST_ONE_PIECE_POOLS": "yes",
+                "SGLANG_ENABLE_HICACHE_IDLE_SYNC_SKIP": "1",
+                "SGLANG_HICACHE_D2H_ISSUE_CHUNK_PAGES": "64",
+                "SGLANG_HICACHE_EVENTS_TIMER_STEPS": "100",
+            },
+            Finding(
+                True,
+                "KVBURST_ONE_PIECE_POOLS=yes SGLANG_ENABLE_HICACHE_IDLE_SYNC_SKIP=1"
+                " SGLANG_HICACHE_D2H_ISSUE_CHUNK_PAGES=64 SGLANG_HICACHE_EVENTS_TIMER_STEPS=100:"
+                " asks for backups by plan, 64 pages a batch, agreement between ranks (blocking),"
+                " no collective while nothing is outstanding, device pools in one piece,"
+                " step times in the log, each 100 steps",
+            ),
+        ),
+        (
+            {"KVBURST": "perhaps"},
+            Finding(False, "SettingsError: KVBURST: 'perhaps' must be 1 or 0"),
+        ),
+    ],
+)
+def test_plugin_is_told_by_what_its_variables_ask_for(
+    environment: dict[str, str], finding: Finding
+) -> None:
+    diagnosis = examine(environment=environment)
+    assert diagnosis.plugin == finding
+    assert finding.detail in " ".join(printed(diagnosis, width=400).split())
+    assert as_json(diagnosis)["plugin"]["detail"] == finding.detail
+
+
+def test_plugin_is_told_of_a_shared_tier_and_its_exchange() -> None:
+    asked = {"SGLANG_ENABLE_HICACHE_RANK_SHARD": "1", "KVBURST_RANK_SHARD_EXCHANGE": "side_stream"}
+    assert "one host copy between ranks (side_stream)" in examine(environment=asked).plugin.detail

@@ -87,6 +87,22 @@ def test_gate_and_issuer_refuse_a_stream_of_another_device() -> None:
         controller.layer_done_counter.events[burst].wait(0, HostDevice().new_stream())
 
 
+def test_transfer_says_how_long_the_device_held_its_caller() -> None:
+    """Of a link whose price for a copy is 2 ms: three of them, and one that is free."""
+    link = LinkModel(gigabytes_per_second=1000, issue_us=2000)
+    target, source = torch.zeros(3, dtype=torch.uint8), torch.ones(3, dtype=torch.uint8)
+    copies = [(target.data_ptr() + i, source.data_ptr() + i, 1, 1, 0, 0) for i in range(3)]
+    priced, free = HostDevice(link=link), HostDevice()
+    for device in (priced, free):
+        stream = device.new_stream()
+        microseconds = device.transfer(stream, "load", copies)
+        stream.synchronize()
+        assert microseconds > 0
+        if device is priced:
+            assert microseconds >= 3 * 2000
+    assert target.tolist() == [1, 1, 1]
+
+
 def test_forgotten_stall_lets_its_stream_go() -> None:
     device = HostDevice()
     stream = device.new_stream()

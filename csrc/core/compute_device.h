@@ -7,6 +7,7 @@
 #include <span>
 
 #include "core/device.h"
+#include "core/row_moves.h"
 
 namespace kvburst {
 
@@ -59,6 +60,20 @@ class ComputeDevice : public Device {
   /// Makes the `nth` call of `copy` from now on, counted from 1, throw and copy nothing.
   virtual void fail_copy_call(std::int64_t nth) = 0;
 
+  /// Whether `gather` and `scatter` can be called; where not, they raise why.
+  virtual bool moves_rows() const { return true; }
+  /// Enqueues rows to packed memory, all `moves` at once and without an order among them. Ids in
+  /// host memory are read before the call returns and checked as far as they can be; ids in a GPU's
+  /// memory are read when the stream gets there, and nobody checks them. The memory must stay until
+  /// it is done. DeviceError, and nothing is enqueued, on moves that `RowMove::check` refuses.
+  void gather(StreamHandle stream, std::span<const RowMove> moves) {
+    move_rows(stream, RowDirection::gather, moves);
+  }
+  /// The reverse: each packed row goes to the row of its id.
+  void scatter(StreamHandle stream, std::span<const RowMove> moves) {
+    move_rows(stream, RowDirection::scatter, moves);
+  }
+
   /// A copy within the device, which no counter counts and no link slows.
   virtual void copy_on_device(StreamHandle stream, const Copy& copy) = 0;
   virtual void fill(StreamHandle stream, std::uintptr_t dst, std::uint8_t value,
@@ -69,6 +84,8 @@ class ComputeDevice : public Device {
   virtual std::function<void()> hold(StreamHandle stream) = 0;
 
  protected:
+  virtual void move_rows(StreamHandle stream, RowDirection direction,
+                         std::span<const RowMove> moves) = 0;
   /// Throws DeviceError unless it is from 0 to `kLongestBusyUs`.
   static void check_busy(double microseconds);
 };

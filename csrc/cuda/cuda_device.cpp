@@ -56,6 +56,7 @@ CudaDevice::CudaDevice(std::shared_ptr<const Driver> driver, int index, CudaOpti
     : context_(std::make_shared<Context>(std::move(driver), index)),
       limits_(limits_of(*context_, options.limits)),
       copies_(context_, options.single_copies),
+      kernels_(context_, std::move(options.kernels)),
       current_streams_(std::move(options.current_streams)),
       detour_(context_) {
   if (current_streams_) return;
@@ -219,6 +220,14 @@ void CudaDevice::issue(StreamHandle handle, Direction direction, std::span<const
   } else {
     copies_.issue(stream, direction, copies);
   }
+}
+
+void CudaDevice::move_rows(StreamHandle stream, RowDirection direction,
+                           std::span<const RowMove> moves) {
+  for (const RowMove& move : moves) move.check();
+  if (!moves_rows()) throw DeviceError(text("staging kernels: ", kernels()));
+  const Current current(*context_);
+  kernels_.launch(not_capturing(stream), direction, moves);
 }
 
 void CudaDevice::copy_on_device(StreamHandle stream, const Copy& copy) {

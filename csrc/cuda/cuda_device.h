@@ -12,6 +12,7 @@
 #include "cuda/context.h"
 #include "cuda/copy_calls.h"
 #include "cuda/legacy_detour.h"
+#include "cuda/row_kernels.h"
 
 namespace kvburst::cuda {
 
@@ -19,6 +20,8 @@ struct CudaOptions {
   CopyLimits limits;
   /// A driver call a copy, whatever the driver has: some misbehave.
   bool single_copies = false;
+  /// What `gather` and `scatter` are loaded from.
+  KernelImage kernels = built_in_kernels();
   /// Of the framework that computes on the GPU. Null: threads have the streams they push.
   std::shared_ptr<CurrentStreams> current_streams;
 };
@@ -30,10 +33,12 @@ struct CudaOptions {
 /// Its own streams do not wait for the legacy stream, nor it for them. A stream that is being
 /// captured into a graph is refused before anything is enqueued: a copy on it would be in the graph
 /// or, worse, silently nowhere. Copies on the legacy stream, which the batch calls refuse, are made
-/// on a stream of the device's, ordered behind it and ahead of what follows on it.
+/// on a stream of the device's, ordered behind it and ahead of what follows on it; kernels run on
+/// the legacy stream itself.
 class CudaDevice final : public ComputeDevice {
  public:
-  /// Throws DeviceError if the driver does not start or has no GPU of this index, LayoutError on
+  /// Throws DeviceError if the driver does not start, has no GPU of this index, or fails to load
+  /// the kernels for another reason than that it or the GPU does not take them; LayoutError on
   /// limits out of their bounds.
   CudaDevice(std::shared_ptr<const Driver> driver, int index, CudaOptions options = {});
 
@@ -41,6 +46,8 @@ class CudaDevice final : public ComputeDevice {
   CopyLimits limits() const override { return limits_; }
   const std::shared_ptr<const Context>& context() const { return context_; }
   const std::string& copy_calls() const { return copies_.description(); }
+  /// Which kernels gather and scatter rows, or why there are none.
+  const std::string& kernels() const { return kernels_.description(); }
 
   StreamHandle create_stream() override;
   void destroy_stream(StreamHandle stream) override;
@@ -66,6 +73,7 @@ class CudaDevice final : public ComputeDevice {
   CopyCounters counters(Direction direction) const override { return tally_.counters(direction); }
   void fail_copy_call(std::int64_t nth) override { tally_.fail_call(nth); }
 
+  bool moves_rows() const override { return kernels_.usable(); }
   void copy_on_device(StreamHandle stream, const Copy& copy) override;
   void fill(StreamHandle stream, std::uintptr_t dst, std::uint8_t value, std::size_t size) override;
   void busy(StreamHandle stream, double microseconds) override;
@@ -78,10 +86,13 @@ class CudaDevice final : public ComputeDevice {
   const DriverFunctions& call() const { return context_->call(); }
   CUstream not_capturing(StreamHandle stream) const;
   void issue(StreamHandle stream, Direction direction, std::span<const Copy> copies);
+  void move_rows(StreamHandle stream, RowDirection direction,
+                 std::span<const RowMove> moves) override;
 
   std::shared_ptr<const Context> context_;
   CopyLimits limits_;
   CopyCalls copies_;
+  RowKernels kernels_;
   CopyTally tally_;
   std::mutex mutex_;
   std::unordered_map<StreamHandle, std::shared_ptr<OwnStream>> streams_;

@@ -85,6 +85,11 @@ Driver::Driver(std::string library) : library_(library_or_default(std::move(libr
 #define KVBURST_REQUIRE(name, version, parameters) entries.require(functions_.name, #name, version);
   KVBURST_DRIVER_FUNCTIONS(KVBURST_REQUIRE)
 #undef KVBURST_REQUIRE
+  if (version_ >= 12000) {
+#define KVBURST_REQUIRE(name, version, parameters) entries.require(libraries_.name, #name, version);
+    KVBURST_LIBRARY_FUNCTIONS(KVBURST_REQUIRE)
+#undef KVBURST_REQUIRE
+  }
 
   // By the number of one form: the same name has another form since.
   if (version_ >= 13000) {

@@ -16,6 +16,13 @@ struct DriverFunctions {
 #undef KVBURST_POINTER_TO
 };
 
+/// Those that load kernels. All null in a driver before 12.0.
+struct LibraryFunctions {
+#define KVBURST_POINTER_TO(name, version, parameters) CUresult(*name) parameters = nullptr;
+  KVBURST_LIBRARY_FUNCTIONS(KVBURST_POINTER_TO)
+#undef KVBURST_POINTER_TO
+};
+
 /// A CUDA driver, loaded at run time: so one build serves machines with any driver, and those with
 /// none. What is asked of the driver is asked by version, since a name alone may stand for several
 /// forms of a call.
@@ -35,6 +42,8 @@ class Driver {
   /// No GPU is behind it: device memory is host memory.
   bool stand_in() const { return stand_in_; }
   const DriverFunctions& call() const { return functions_; }
+  bool has_libraries() const { return libraries_.cuLibraryLoadData != nullptr; }
+  const LibraryFunctions& libraries() const { return libraries_; }
   /// Starts the driver; may be called again. Throws DeviceError, for one where there is no GPU.
   void init() const { check(call().cuInit(0), "cuInit"); }
 
@@ -61,6 +70,7 @@ class Driver {
   int version_ = 0;
   bool stand_in_ = false;
   DriverFunctions functions_;
+  LibraryFunctions libraries_;
   std::variant<std::monostate, CopyBatchV12080, CopyBatchV13000> batch_;
   std::variant<std::monostate, CopyBatch3DV12080, CopyBatch3DV13000> batch_3d_;
 };

@@ -18,6 +18,9 @@ using CUstream = struct CUstream_st*;
 using CUevent = struct CUevent_st*;
 using CUgraph = struct CUgraph_st*;
 using CUarray = struct CUarray_st*;
+using CUfunction = struct CUfunc_st*;
+using CUlibrary = struct CUlib_st*;
+using CUkernel = struct CUkern_st*;
 using CUhostFn = void (*)(void* user_data);
 
 /// The legacy default stream: handle 0 or 1. Every blocking stream of the context and it wait for
@@ -37,11 +40,17 @@ enum CUresult : unsigned int {
   CUDA_ERROR_STUB_LIBRARY = 34,
   CUDA_ERROR_NO_DEVICE = 100,
   CUDA_ERROR_INVALID_DEVICE = 101,
+  CUDA_ERROR_INVALID_IMAGE = 200,
   CUDA_ERROR_INVALID_CONTEXT = 201,
+  CUDA_ERROR_NO_BINARY_FOR_GPU = 209,
+  CUDA_ERROR_JIT_COMPILER_NOT_FOUND = 221,
+  CUDA_ERROR_UNSUPPORTED_PTX_VERSION = 222,
+  CUDA_ERROR_JIT_COMPILATION_DISABLED = 223,
   CUDA_ERROR_INVALID_HANDLE = 400,
   CUDA_ERROR_NOT_FOUND = 500,
   CUDA_ERROR_NOT_READY = 600,
   CUDA_ERROR_ILLEGAL_ADDRESS = 700,
+  CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES = 701,
   CUDA_ERROR_CONTEXT_IS_DESTROYED = 709,
   CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED = 712,
   CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED = 713,
@@ -61,6 +70,7 @@ enum CUresult : unsigned int {
 
 enum CUdevice_attribute : unsigned int {
   CU_DEVICE_ATTRIBUTE_MAX_PITCH = 11,
+  CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT = 16,
   CU_DEVICE_ATTRIBUTE_ASYNC_ENGINE_COUNT = 40,
   CU_DEVICE_ATTRIBUTE_UNIFIED_ADDRESSING = 41,
   CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR = 75,
@@ -254,6 +264,11 @@ using GetProcAddressV2 = CUresult (*)(const char* symbol, void** entry, int vers
   FUNCTION(cuMemsetD8Async, 3020, (CUdeviceptr dst, unsigned char value, std::size_t bytes,       \
                                    CUstream stream))                                              \
   FUNCTION(cuLaunchHostFunc, 10000, (CUstream stream, CUhostFn function, void* user_data))        \
+  FUNCTION(cuLaunchKernel, 4000, (CUfunction function, unsigned int grid_x, unsigned int grid_y,  \
+                                  unsigned int grid_z, unsigned int block_x,                      \
+                                  unsigned int block_y, unsigned int block_z,                     \
+                                  unsigned int shared_bytes, CUstream stream, void** parameters,  \
+                                  void** extra))                                                  \
   FUNCTION(cuMemHostRegister, 6050, (void* address, std::size_t bytes, unsigned int flags))       \
   FUNCTION(cuMemHostUnregister, 4000, (void* address))                                            \
   FUNCTION(cuMemHostAlloc, 2020, (void** address, std::size_t bytes, unsigned int flags))         \
@@ -267,6 +282,14 @@ using GetProcAddressV2 = CUresult (*)(const char* symbol, void** entry, int vers
                                         CUdeviceptr address))                                     \
   FUNCTION(cuPointerGetAttribute, 4000, (void* value, CUpointer_attribute which,                  \
                                          CUdeviceptr address))
+
+/// What kernels are loaded with, since 12.0. The options, of which there are none here, are numbers.
+#define KVBURST_LIBRARY_FUNCTIONS(FUNCTION)                                                       \
+  FUNCTION(cuLibraryLoadData, 12000, (CUlibrary* library, const void* image, void* jit_options,   \
+                                      void** jit_values, unsigned int jit_count, void* options,   \
+                                      void** values, unsigned int count))                         \
+  FUNCTION(cuLibraryGetKernel, 12000, (CUkernel* kernel, CUlibrary library, const char* name))    \
+  FUNCTION(cuKernelGetFunction, 12000, (CUfunction* function, CUkernel kernel))
 // clang-format on
 
 // The batch calls changed form: a driver from 12.8 to 12.9 has the first of each pair, one from

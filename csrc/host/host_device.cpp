@@ -214,40 +214,36 @@ void HostDevice::enqueue(StreamHandle handle, const Copy& copy) {
   stream->push(HostStream::Copies{std::move(work), nullptr});
 }
 
-template <class CopyOf>
-void HostDevice::enqueue_rows(StreamHandle handle, std::span<const std::int64_t> ids,
-                              CopyOf copy_of) {
+/// No id may be below 0; that there is such a row is for the caller to know.
+void HostDevice::move_rows(StreamHandle handle, RowDirection direction,
+                           std::span<const RowMove> moves) {
   const std::shared_ptr<HostStream> stream = find_stream(handle);
-  if (ids.empty()) return;
-  std::vector<Copy> work = stream->spare();
-  work.reserve(ids.size());
-  for (std::size_t i = 0; i < ids.size(); ++i) work.push_back(copy_of(i));
-  limits_.check(work.front());
-  stream->push(HostStream::Copies{std::move(work), nullptr});
-}
-
-void HostDevice::gather(StreamHandle stream, std::uintptr_t packed, std::uintptr_t rows,
-                        std::span<const std::int64_t> ids, std::size_t row_bytes) {
-  enqueue_rows(stream, ids, [&](std::size_t i) {
-    return Copy{packed + i * row_bytes,
-                rows + static_cast<std::uintptr_t>(ids[i]) * row_bytes,
-                row_bytes,
-                1,
-                0,
-                0};
-  });
-}
-
-void HostDevice::scatter(StreamHandle stream, std::uintptr_t rows, std::uintptr_t packed,
-                         std::span<const std::int64_t> ids, std::size_t row_bytes) {
-  enqueue_rows(stream, ids, [&](std::size_t i) {
-    return Copy{rows + static_cast<std::uintptr_t>(ids[i]) * row_bytes,
-                packed + i * row_bytes,
-                row_bytes,
-                1,
-                0,
-                0};
-  });
+  HostStream::Rows work{direction, {}, {}, 0};
+  std::size_t count = 0;
+  for (const RowMove& move : moves) {
+    move.check();
+    count += move.count;
+  }
+  work.ids.reserve(count);
+  for (const RowMove& move : moves) {
+    const std::span ids(reinterpret_cast<const std::int64_t*>(move.ids), move.count);
+    for (std::size_t i = 0; i < ids.size(); ++i) {
+      if (ids[i] < 0)
+        throw DeviceError(text("ids: ", ids[i], " at ", i, " is below the minimum 0"));
+      work.ids.push_back(ids[i]);
+    }
+  }
+  if (work.ids.empty()) return;
+  // From here on the ids are ours.
+  std::vector<RowMove> own(moves.begin(), moves.end());
+  std::size_t begin = 0;
+  for (RowMove& move : own) {
+    move.ids = reinterpret_cast<std::uintptr_t>(work.ids.data() + begin);
+    begin += move.count;
+  }
+  work.parts.resize(own.size());
+  work.rows = cut(own, HostStream::kWholeRows, work.parts.data());
+  stream->push(std::move(work));
 }
 
 void HostDevice::fill(StreamHandle stream, std::uintptr_t dst, std::uint8_t value,

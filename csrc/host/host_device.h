@@ -59,13 +59,6 @@ class HostDevice final : public ComputeDevice {
   void copy_on_device(StreamHandle stream, const Copy& copy) override;
   void fill(StreamHandle stream, std::uintptr_t dst, std::uint8_t value, std::size_t size) override;
   void busy(StreamHandle stream, double microseconds) override;
-  /// Copies rows of `row_bytes` of an array, those of these ids, to `packed`, one after the other.
-  /// The ids are read before the call returns.
-  void gather(StreamHandle stream, std::uintptr_t packed, std::uintptr_t rows,
-              std::span<const std::int64_t> ids, std::size_t row_bytes);
-  /// The reverse: each packed row goes to the row of its id.
-  void scatter(StreamHandle stream, std::uintptr_t rows, std::uintptr_t packed,
-               std::span<const std::int64_t> ids, std::size_t row_bytes);
   std::function<void()> hold(StreamHandle stream) override;
   /// The same, until the returned mark is reached.
   std::shared_ptr<Mark> stall(StreamHandle stream);
@@ -88,8 +81,8 @@ class HostDevice final : public ComputeDevice {
   std::shared_ptr<HostStream> find_stream(StreamHandle stream) const;
   std::shared_ptr<HostEvent> find_event(EventHandle event) const;
   void enqueue(StreamHandle stream, const Copy& copy);
-  template <class CopyOf>
-  void enqueue_rows(StreamHandle stream, std::span<const std::int64_t> ids, CopyOf copy_of);
+  void move_rows(StreamHandle stream, RowDirection direction,
+                 std::span<const RowMove> moves) override;
   static void hold_until(Time end);
   void issue_modelled(HostStream& stream, Link& link, std::span<const Copy> copies);
 

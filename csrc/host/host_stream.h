@@ -3,6 +3,7 @@
 #include <condition_variable>
 #include <cstdint>
 #include <deque>
+#include <limits>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -12,6 +13,7 @@
 #include <vector>
 
 #include "core/device.h"
+#include "core/row_moves.h"
 #include "host/link_model.h"
 
 /// A stream of the `host` device: a thread that works off a queue.
@@ -63,6 +65,15 @@ class HostStream {
     /// Null for a copy that crosses no link.
     Link* link;
   };
+  /// One thread alone moves the rows: they are not cut.
+  static constexpr std::uint64_t kWholeRows = std::numeric_limits<std::uint64_t>::max();
+  /// Rows of which `parts` have the ids in `ids`.
+  struct Rows {
+    RowDirection direction;
+    std::vector<std::int64_t> ids;
+    std::vector<RowPart> parts;
+    std::uint64_t rows;
+  };
   struct Fill {
     std::uintptr_t dst;
     std::uint8_t value;
@@ -77,7 +88,7 @@ class HostStream {
   struct WaitFor {
     std::shared_ptr<Mark> mark;
   };
-  using Operation = std::variant<Copies, Fill, Busy, Reach, WaitFor>;
+  using Operation = std::variant<Copies, Rows, Fill, Busy, Reach, WaitFor>;
 
   explicit HostStream(const std::optional<LinkModel>& model);
   /// Works off the queue first.
@@ -103,6 +114,7 @@ class HostStream {
   void sleep_until(Time time) const;
 
   void perform(const Copies& work, Time enqueued);
+  void perform(const Rows& work, Time enqueued);
   void perform(const Fill& work, Time enqueued);
   void perform(const Busy& work, Time enqueued);
   void perform(const Reach& work, Time enqueued);

@@ -13,12 +13,6 @@ namespace kvburst {
 
 namespace {
 
-/// Scattered rows from this size on are faster with streaming stores. Measured on an EPYC of the
-/// Zen 4 generation, rows over 256 MiB, as a part of what one memcpy of all of it reaches: rows of
-/// 128 bytes 0.40 to 0.52 (plain stores 0.44 to 0.48), of 256 bytes 0.57 to 0.64 (0.52 to 0.58), of
-/// 1 KiB 1.0 to 1.2 (0.52 to 0.57), of 40 KiB 1.4 to 1.5 (0.96 to 0.99).
-constexpr std::size_t kSmallest = 256;
-
 /// Only whole lines are streamed. A line that is partly streamed and partly stored is written back
 /// in pieces: aligned to 32 bytes instead, rows of 256 bytes to 1 KiB that begin in the middle of a
 /// line took 2 to 8 times as long as with memcpy.
@@ -43,7 +37,7 @@ void stream_lines(char* dst, const char* src, std::size_t bytes) {
 }  // namespace
 
 void streaming_copy(void* dst, const void* src, std::size_t bytes) {
-  if (bytes < kSmallest) {
+  if (bytes < kStreamedFrom) {
     std::memcpy(dst, src, bytes);
     return;
   }

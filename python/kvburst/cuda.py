@@ -25,6 +25,9 @@ class CudaDevice(_core.CudaDevice):
         KVBURST_LIBCUDA names, or else libcuda.so.1.
     limits: what it accepts in one call; the largest pitch is the GPU's where that is less.
     single_copies: a driver call a copy, for a driver whose batch calls misbehave.
+    kernels: a fat binary of this version's csrc/cuda/staging.cu that `gather` and `scatter` are to
+        be loaded from, by default the one in this build; `CudaDevice.kernels` says what became of
+        it. Without kernels, which is no error, torch does their work.
 
     Holds the GPU's primary context, which torch uses too. Any thread. Raises DeviceError, saying
     why, where there is no driver or no such GPU.
@@ -37,6 +40,7 @@ class CudaDevice(_core.CudaDevice):
         driver: CudaDriver | str | None = None,
         limits: CopyLimits | None = None,
         single_copies: bool = False,
+        kernels: bytes | None = None,
     ) -> None:
         if not isinstance(driver, CudaDriver):
             driver = CudaDriver(driver)
@@ -47,6 +51,7 @@ class CudaDevice(_core.CudaDevice):
             driver=driver,
             limits=limits,
             single_copies=single_copies,
+            kernels=kernels,
             streams=_torch_streams(index) if self._has_torch else None,
         )
         if driver.batch_version == 0 and not single_copies:
@@ -121,7 +126,7 @@ def _view(memory: _core.DeviceMemory) -> torch.Tensor:
     return torch.frombuffer(view, dtype=torch.uint8).zero_()
 
 
-def _as_torch(handle: int, index: int) -> torch.cuda.Stream:
+def as_torch_stream(handle: int, index: int) -> torch.cuda.Stream:
     # An external stream of handle 0 would be another than the default (pytorch/pytorch#182960).
     if handle == 0:
         return torch.cuda.default_stream(index)
@@ -145,7 +150,7 @@ def _torch_streams(
         return int(torch.cuda.current_stream(index).cuda_stream)
 
     def push(handle: int) -> None:
-        context: AbstractContextManager[object] = torch.cuda.stream(_as_torch(handle, index))
+        context: AbstractContextManager[object] = torch.cuda.stream(as_torch_stream(handle, index))
         context.__enter__()
         entered.contexts.append(context)
 

@@ -2,7 +2,9 @@
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, cast, get_args
+
+from kvburst.ownership import ExchangeOrder
 
 _YES = ("1", "true", "yes", "on")
 _NO = ("0", "false", "no", "off")
@@ -17,7 +19,9 @@ class Settings:
     """The variables that the plugin knows. None: not set.
 
     ``KVBURST=1`` asks for every feature that its own variable does not turn off; a feature's own
-    variable turns on that feature alone.
+    variable turns on that feature alone. What changes how memory is laid out or who holds what in
+    it, KVBURST does not ask for. A tier that ranks share needs loads and backups as bursts, and
+    asks for both.
     """
 
     everything: bool = False
@@ -35,15 +39,18 @@ class Settings:
     events_timer_steps: int | None = None
     """SGLANG_HICACHE_EVENTS_TIMER_STEPS: the time of these steps is logged each so many."""
     rank_shard: bool | None = None
-    """SGLANG_ENABLE_HICACHE_RANK_SHARD."""
+    """SGLANG_ENABLE_HICACHE_RANK_SHARD: ranks keep one host copy of each layer between them."""
     rank_shard_keep_capacity: bool | None = None
-    """SGLANG_HICACHE_RANK_SHARD_KEEP_CAPACITY."""
+    """SGLANG_HICACHE_RANK_SHARD_KEEP_CAPACITY: as many pages as without, in less memory."""
     rank_shard_staging_mb: int | None = None
-    """SGLANG_HICACHE_RANK_SHARD_STAGING_MB."""
+    """SGLANG_HICACHE_RANK_SHARD_STAGING_MB: MiB of device memory that are exchanged at a time."""
     rank_shard_log_every: int | None = None
-    """SGLANG_HICACHE_RANK_SHARD_LOG_EVERY."""
+    """SGLANG_HICACHE_RANK_SHARD_LOG_EVERY: what was exchanged is logged each so many loads."""
     rank_shard_verify_every: int | None = None
-    """SGLANG_HICACHE_RANK_SHARD_VERIFY_EVERY."""
+    """SGLANG_HICACHE_RANK_SHARD_VERIFY_EVERY: accepted, without effect: ranks compare the host
+    pages of every load before anything is exchanged."""
+    rank_shard_exchange: ExchangeOrder | None = None
+    """KVBURST_RANK_SHARD_EXCHANGE: where layers are exchanged."""
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str]) -> "Settings":
@@ -68,11 +75,20 @@ class Settings:
             rank_shard_staging_mb=number("rank_shard_staging_mb"),
             rank_shard_log_every=number("rank_shard_log_every"),
             rank_shard_verify_every=number("rank_shard_verify_every"),
+            rank_shard_exchange=_exchange(environment),
         )
+
+    def __post_init__(self) -> None:
+        least, most = STAGING_MB
+        if not least <= self.staging_bytes >> 20 <= most:
+            raise SettingsError(
+                f"{NUMBERS['rank_shard_staging_mb']}: '{self.rank_shard_staging_mb}' must be"
+                f" {least} to {most} (MiB)"
+            )
 
     @property
     def async_loads(self) -> bool:
-        """Whether loads on a thread of their own are asked for."""
+        """Whether loads as bursts are asked for: on a thread of their own, or for a shared tier."""
         return self._asked(self.async_load_enqueue)
 
     @property
@@ -85,6 +101,22 @@ class Settings:
     def chunk_pages(self) -> int:
         """Pages in a batch of a backup; 0: no batches."""
         return self.d2h_issue_chunk_pages or 0
+
+    @property
+    def shared_tier(self) -> bool:
+        """Whether ranks are to keep one host copy of each layer between them."""
+        return self.rank_shard or False
+
+    @property
+    def exchange(self) -> ExchangeOrder:
+        """Where the layers of a shared tier are exchanged."""
+        return self.rank_shard_exchange or "forward_stream"
+
+    @property
+    def staging_bytes(self) -> int:
+        """Bytes of device memory that are exchanged at a time."""
+        megabytes = self.rank_shard_staging_mb
+        return (32 if megabytes is None else megabytes) << 20
 
     @property
     def pools_in_one_piece(self) -> bool:
@@ -135,7 +167,7 @@ class Settings:
         return replace(self, **unset)  # type: ignore[arg-type]
 
     def _asked(self, own: bool | None) -> bool:
-        return self.everything if own is None else own
+        return self.everything or self.shared_tier if own is None else own
 
 
 SWITCHES = {
@@ -157,6 +189,14 @@ NUMBERS = {
 }
 """The same for whole numbers from 0 on."""
 
+STAGING_MB = (1, 4096)
+"""The least and the most MiB that may be exchanged at a time."""
+
+_EXCHANGE = "KVBURST_RANK_SHARD_EXCHANGE"
+
+VARIABLES = ("KVBURST", *SWITCHES.values(), *NUMBERS.values(), _EXCHANGE)
+"""All that are read."""
+
 
 def _switch(environment: Mapping[str, str], name: str) -> bool | None:
     value = environment.get(name, "").strip().lower()
@@ -174,3 +214,13 @@ def _number(environment: Mapping[str, str], name: str) -> int | None:
     if not (value.isascii() and value.isdecimal()):
         raise SettingsError(f"{name}: {value!r} must be a whole number from 0 on")
     return int(value)
+
+
+def _exchange(environment: Mapping[str, str]) -> ExchangeOrder | None:
+    value = environment.get(_EXCHANGE, "").strip()
+    if not value:
+        return None
+    if value not in get_args(ExchangeOrder):
+        known = " or ".join(get_args(ExchangeOrder))
+        raise SettingsError(f"{_EXCHANGE}: {value!r} must be {known}")
+    return cast(ExchangeOrder, value)

@@ -27,6 +27,12 @@ Copy flat(std::uintptr_t dst, std::uintptr_t src, std::size_t width) {
   return {dst, src, width, 1, 0, 0};
 }
 
+RowMove move_of(std::uint8_t* packed, std::uint8_t* rows, const std::vector<std::int64_t>& ids,
+                std::uint64_t row_bytes) {
+  return {reinterpret_cast<std::uintptr_t>(packed), reinterpret_cast<std::uintptr_t>(rows),
+          reinterpret_cast<std::uintptr_t>(ids.data()), ids.size(), row_bytes};
+}
+
 /// A device, two streams and a byte in device memory that one of them writes.
 struct Scene {
   explicit Scene(std::optional<LinkModel> link = std::nullopt, CopyLimits limits = {})
@@ -628,10 +634,10 @@ TEST_CASE("rows are gathered and scattered in the order of their ids, behind wha
   std::vector<std::int64_t> ids{4, 0, 3};
   {
     Stall stall(*scene.device, scene.a.handle());
-    scene.device->gather(scene.a.handle(), reinterpret_cast<std::uintptr_t>(packed.data()),
-                         reinterpret_cast<std::uintptr_t>(rows.data()), ids, 2);
-    scene.device->scatter(scene.a.handle(), reinterpret_cast<std::uintptr_t>(back.data()),
-                          reinterpret_cast<std::uintptr_t>(packed.data()), ids, 2);
+    const std::array gather{move_of(packed.data(), rows.data(), ids, 2)};
+    const std::array scatter{move_of(packed.data(), back.data(), ids, 2)};
+    scene.device->gather(scene.a.handle(), gather);
+    scene.device->scatter(scene.a.handle(), scatter);
     ids.assign(3, 1);  // The ids were read by the call.
     rows[8] = 9;       // The rows were not.
     stall.release();
@@ -639,7 +645,37 @@ TEST_CASE("rows are gathered and scattered in the order of their ids, behind wha
   scene.device->synchronize();
   CHECK(packed == std::array<std::uint8_t, 6>{9, 4, 0, 0, 3, 3});
   CHECK(back == std::array<std::uint8_t, 12>{0, 0, 0, 0, 0, 0, 3, 3, 9, 4, 0, 0});
-  CHECK_THROWS_AS(scene.device->gather(scene.a.handle(), 0, 0, ids, 0), DeviceError);
+}
+
+TEST_CASE("rows that cannot be are refused, and no other move of the call is made") {
+  Scene scene;
+  std::array<std::uint8_t, 8> rows{1, 2, 3, 4, 5, 6, 7, 8};
+  std::array<std::uint8_t, 8> packed{};
+  const std::vector<std::int64_t> ids{1, 0};
+  const std::vector<std::int64_t> negative{0, -3};
+  const RowMove good = move_of(packed.data(), rows.data(), ids, 2);
+  const auto refused = [&](RowMove bad, std::initializer_list<std::string> words) {
+    const std::array moves{good, bad};
+    check_refused<DeviceError>([&] { scene.device->gather(scene.a.handle(), moves); }, words);
+    check_refused<DeviceError>([&] { scene.device->scatter(scene.a.handle(), moves); }, words);
+  };
+  const auto changed = [&](auto RowMove::* field, std::uint64_t value) {
+    RowMove bad = good;
+    bad.*field = value;
+    return bad;
+  };
+  refused(changed(&RowMove::row_bytes, 0), {"row_bytes: 0"});
+  refused(changed(&RowMove::count, std::uint64_t{1} << 56), {"count: 72057594037927936 rows"});
+  refused(changed(&RowMove::packed, 0), {"packed: 0 is no address"});
+  refused(changed(&RowMove::rows, 0), {"rows: 0 is no address"});
+  refused(changed(&RowMove::ids, 0), {"ids: 0 is no address"});
+  refused(changed(&RowMove::ids, good.ids + 4), {"ids: address 0x", "must be a multiple of 8"});
+  refused(move_of(packed.data(), rows.data(), negative, 2), {"ids: -3 at 1", "minimum 0"});
+  scene.device->synchronize();
+  CHECK(packed == std::array<std::uint8_t, 8>{});
+  const std::array none{RowMove{0, 0, 0, 0, 2}};
+  scene.device->gather(scene.a.handle(), none);
+  CHECK_THROWS_AS(scene.device->gather(scene.a.handle() + 1000, none), DeviceError);
 }
 
 TEST_CASE("a stream is let go by another one's coming to a point") {

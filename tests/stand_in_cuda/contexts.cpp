@@ -69,6 +69,9 @@ STAND_IN_EXPORT CUresult cuDeviceGetAttribute(int* value, CUdevice_attribute whi
       case CU_DEVICE_ATTRIBUTE_MAX_PITCH:
         *value = static_cast<int>(std::min<std::size_t>(settings.max_pitch, 2'147'483'647));
         return CUDA_SUCCESS;
+      case CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT:
+        *value = 24;  // few enough that tests run every thread of a kernel, and several blocks
+        return CUDA_SUCCESS;
       case CU_DEVICE_ATTRIBUTE_ASYNC_ENGINE_COUNT:
         *value = 2;
         return CUDA_SUCCESS;

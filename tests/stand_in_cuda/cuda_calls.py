@@ -1,7 +1,7 @@
 """The driver's functions as a test calls them: codes as numbers, handles and addresses as ints."""
 
 import ctypes
-from ctypes import byref, c_float, c_int, c_size_t, c_uint, c_uint64, c_void_p
+from ctypes import byref, c_char_p, c_float, c_int, c_size_t, c_uint, c_uint64, c_void_p
 from dataclasses import dataclass
 
 from stand_in import StandIn
@@ -13,10 +13,13 @@ NOT_INITIALIZED = 3
 DEINITIALIZED = 4
 NO_DEVICE = 100
 INVALID_DEVICE = 101
+INVALID_IMAGE = 200
 INVALID_CONTEXT = 201
 INVALID_HANDLE = 400
 NOT_FOUND = 500
 NOT_READY = 600
+ILLEGAL_ADDRESS = 700
+LAUNCH_OUT_OF_RESOURCES = 701
 CONTEXT_IS_DESTROYED = 709
 ALREADY_REGISTERED = 712
 NOT_REGISTERED = 713
@@ -105,6 +108,25 @@ class CopyOf3D(ctypes.Structure):
     ]
 
 
+class RowPart(ctypes.Structure):
+    """A move of rows, cut into pieces; see csrc/core/row_moves.h."""
+
+    _fields_ = [
+        (name, c_uint64)
+        for name in ("packed", "rows", "ids", "count", "row_bytes", "pieces_per_row", "end")
+    ]
+
+
+PIECE_BYTES = 4096
+MOVES_PER_LAUNCH = 64
+
+
+class RowLaunch(ctypes.Structure):
+    """The parameter of the staging kernels; see csrc/cuda/staging.h."""
+
+    _fields_ = [("parts", RowPart * MOVES_PER_LAUNCH), ("pieces", c_uint64)]
+
+
 @dataclass(frozen=True)
 class Copy3D:
     dst: int
@@ -128,26 +150,40 @@ def bytes_at(address: int, size: int) -> bytes:
     return memory(address, size).raw
 
 
-class Cuda:
-    """A driver with a current primary context on the calling thread, unless `initialize` is
-    false. What makes something returns it and asserts success; what does something returns the
-    driver's code."""
+class CallError(RuntimeError):
+    """A call that had to succeed has not."""
 
-    def __init__(self, driver: StandIn, *, initialize: bool = True) -> None:
-        self.driver = driver
-        self.lib = driver.control
+
+class DriverCalls:
+    """A loaded driver, a GPU's or one that stands in for it, with a current primary context on the
+    calling thread, unless `initialize` is false. What makes something returns it, and raises
+    CallError if the driver does not; what does something returns the driver's code."""
+
+    def __init__(self, lib: ctypes.CDLL, *, initialize: bool = True) -> None:
+        self.lib = lib
         if initialize:
-            assert self.lib.cuInit(0) == SUCCESS
+            self.must("cuInit", self.lib.cuInit(0))
             self.context = self.retain()
-            assert self.set_current(self.context) == SUCCESS
+            self.must("cuCtxSetCurrent", self.set_current(self.context))
+
+    def must(self, call: str, code: int) -> None:
+        if code != SUCCESS:
+            raise CallError(f"{call}: {self.describe(code)}")
+
+    def describe(self, code: int) -> str:
+        """A code as cuda.h names it, and its number."""
+        name = c_char_p()
+        self.lib.cuGetErrorName(c_uint(code), byref(name))
+        return f"{(name.value or b'unknown error').decode()} ({code})"
 
     # --- contexts --------------------------------------------------------------------------------
 
     def retain(self, device: int = 0) -> int:
         context = c_void_p()
-        assert self.lib.cuDevicePrimaryCtxRetain(byref(context), device) == SUCCESS
-        assert context.value is not None
-        return context.value
+        self.must(
+            "cuDevicePrimaryCtxRetain", self.lib.cuDevicePrimaryCtxRetain(byref(context), device)
+        )
+        return _handle(context)
 
     def release(self, device: int = 0) -> int:
         return self.lib.cuDevicePrimaryCtxRelease_v2(device)
@@ -177,11 +213,10 @@ class Cuda:
         code = self.lib.cuMemAlloc_v2(byref(address), c_size_t(size))
         return code, address.value
 
-    def alloc(self, size: int, content: bytes = b"") -> int:
-        """Device memory that begins with `content`, written by the host before anything else."""
+    def new_memory(self, size: int) -> int:
+        """Device memory."""
         code, address = self.try_alloc(size)
-        assert code == SUCCESS
-        memory(address, max(1, len(content)))[: len(content)] = content
+        self.must(f"cuMemAlloc of {size} bytes", code)
         return address
 
     def free(self, address: int) -> int:
@@ -189,10 +224,9 @@ class Cuda:
 
     def pinned(self, size: int, content: bytes = b"") -> int:
         address = c_void_p()
-        assert self.lib.cuMemHostAlloc(byref(address), c_size_t(size), 0) == SUCCESS
-        assert address.value is not None
-        memory(address.value, max(1, len(content)))[: len(content)] = content
-        return address.value
+        self.must("cuMemHostAlloc", self.lib.cuMemHostAlloc(byref(address), c_size_t(size), 0))
+        memory(_handle(address), max(1, len(content)))[: len(content)] = content
+        return _handle(address)
 
     def free_pinned(self, address: int) -> int:
         return self.lib.cuMemFreeHost(c_void_p(address))
@@ -212,9 +246,8 @@ class Cuda:
 
     def stream(self, flags: int = NON_BLOCKING) -> int:
         stream = c_void_p()
-        assert self.lib.cuStreamCreate(byref(stream), flags) == SUCCESS
-        assert stream.value is not None
-        return stream.value
+        self.must("cuStreamCreate", self.lib.cuStreamCreate(byref(stream), flags))
+        return _handle(stream)
 
     def destroy_stream(self, stream: int) -> int:
         return self.lib.cuStreamDestroy_v2(c_void_p(stream))
@@ -227,9 +260,8 @@ class Cuda:
 
     def event(self, flags: int = 0) -> int:
         event = c_void_p()
-        assert self.lib.cuEventCreate(byref(event), flags) == SUCCESS
-        assert event.value is not None
-        return event.value
+        self.must("cuEventCreate", self.lib.cuEventCreate(byref(event), flags))
+        return _handle(event)
 
     def destroy_event(self, event: int) -> int:
         return self.lib.cuEventDestroy_v2(c_void_p(event))
@@ -315,7 +347,7 @@ class Cuda:
         orders = [STREAM_ORDER] if orders is None else orders
         firsts = [0] if first_copies is None else first_copies
         attributes = (Attributes * len(orders))(*(Attributes(order=order) for order in orders))
-        return self.lib.cuMemcpyBatchAsync_v2(
+        return self.call_batch(
             dsts,
             srcs,
             sizes,
@@ -323,8 +355,11 @@ class Cuda:
             attributes,
             (c_size_t * len(firsts))(*firsts),
             c_size_t(len(orders)),
-            c_void_p(stream),
+            stream=stream,
         )
+
+    def call_batch(self, *described: object, stream: int) -> int:
+        return self.lib.cuMemcpyBatchAsync_v2(*described, c_void_p(stream))
 
     def batch_3d(self, copies: list[Copy3D], stream: int) -> int:
         entries = (CopyOf3D * len(copies))()
@@ -333,8 +368,70 @@ class Cuda:
             entry.src = Operand(1, copy.src, copy.src_row, copy.src_layer)
             entry.width, entry.height, entry.depth = copy.width, copy.height, copy.depth
             entry.order = copy.order
-        return self.lib.cuMemcpy3DBatchAsync_v2(
-            c_size_t(len(copies)), entries, c_uint64(0), c_void_p(stream)
+        return self.call_batch_3d(c_size_t(len(copies)), entries, stream=stream)
+
+    def call_batch_3d(self, count: c_size_t, entries: object, *, stream: int) -> int:
+        return self.lib.cuMemcpy3DBatchAsync_v2(count, entries, c_uint64(0), c_void_p(stream))
+
+    # --- kernels ---------------------------------------------------------------------------------
+
+    def load_library(self, image: bytes) -> tuple[int, int | None]:
+        library = c_void_p()
+        code = self.lib.cuLibraryLoadData(byref(library), image, None, None, 0, None, None, 0)
+        return code, library.value
+
+    def get_kernel(self, library: int | None, name: str) -> tuple[int, int | None]:
+        kernel = c_void_p()
+        code = self.lib.cuLibraryGetKernel(byref(kernel), c_void_p(library), name.encode())
+        return code, kernel.value
+
+    def get_function(self, kernel: int | None) -> tuple[int, int | None]:
+        function = c_void_p()
+        code = self.lib.cuKernelGetFunction(byref(function), c_void_p(kernel))
+        return code, function.value
+
+    def function(self, image: bytes, name: str) -> int:
+        code, library = self.load_library(image)
+        assert code == SUCCESS
+        code, kernel = self.get_kernel(library, name)
+        assert code == SUCCESS
+        code, function = self.get_function(kernel)
+        assert code == SUCCESS
+        assert function is not None
+        return function
+
+    def launch(
+        self,
+        function: int,
+        stream: int,
+        *,
+        packed: int,
+        rows: int,
+        ids: int,
+        count: int,
+        row_bytes: int,
+        blocks: int = 1,
+        threads: int = 64,
+    ) -> int:
+        """Of a staging kernel, for one move."""
+        pieces = -(-row_bytes // PIECE_BYTES)
+        launch = RowLaunch(pieces=count * pieces)
+        launch.parts[0] = RowPart(packed, rows, ids, count, row_bytes, pieces, count * pieces)
+        return self.launch_with(
+            (c_void_p * 1)(ctypes.addressof(launch)), function, stream, blocks, threads
+        )
+
+    def launch_with(
+        self,
+        parameters: "ctypes.Array[c_void_p] | None",
+        function: int,
+        stream: int,
+        blocks: int,
+        threads: int,
+    ) -> int:
+        sizes = (c_uint(size) for size in (blocks, 1, 1, threads, 1, 1, 0))
+        return self.lib.cuLaunchKernel(
+            c_void_p(function), *sizes, c_void_p(stream), parameters, None
         )
 
     # --- captures --------------------------------------------------------------------------------
@@ -355,8 +452,32 @@ class Cuda:
     def exchange_mode(self, mode: int) -> int:
         """The mode that the calling thread had."""
         value = c_uint(mode)
-        assert self.lib.cuThreadExchangeStreamCaptureMode(byref(value)) == SUCCESS
+        self.must(
+            "cuThreadExchangeStreamCaptureMode",
+            self.lib.cuThreadExchangeStreamCaptureMode(byref(value)),
+        )
         return value.value
+
+
+class Cuda(DriverCalls):
+    """The same of a stand-in driver, whose device memory the host may write to."""
+
+    def __init__(self, driver: StandIn, *, initialize: bool = True) -> None:
+        super().__init__(driver.control, initialize=initialize)
+        self.driver = driver
+
+    def alloc(self, size: int, content: bytes = b"") -> int:
+        """Device memory that begins with `content`, written by the host before anything else."""
+        address = self.new_memory(size)
+        memory(address, max(1, len(content)))[: len(content)] = content
+        return address
+
+
+def _handle(made: c_void_p) -> int:
+    """What a driver that reports success has made."""
+    if made.value is None:
+        raise CallError("the driver reports success and a null handle")
+    return made.value
 
 
 def pageable(size: int, content: bytes = b"") -> tuple[ctypes.Array[ctypes.c_char], int]:

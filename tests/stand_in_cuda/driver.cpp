@@ -164,6 +164,9 @@ bool Driver::reset(std::unique_lock<std::mutex>& lock, std::chrono::duration<dou
   events.clear();
   captures.clear();
   graphs.clear();
+  libraries.clear();
+  kernels.clear();
+  functions.clear();
   gates.clear();
   failures.clear();
   memory = std::make_unique<Memory>();

@@ -109,6 +109,9 @@ class Driver {
   std::map<std::uintptr_t, std::shared_ptr<Event>> events;
   std::vector<std::shared_ptr<Capture>> captures;  ///< the active ones
   std::map<std::uintptr_t, std::shared_ptr<Capture>> graphs;
+  std::map<std::uintptr_t, std::string> libraries;  ///< their images
+  std::map<std::uintptr_t, std::string> kernels;    ///< their names
+  std::map<std::uintptr_t, std::string> functions;
   std::map<std::uintptr_t, std::shared_ptr<Gate>> gates;  ///< of stalled streams
   std::vector<Failure> failures;
   Counts counts;

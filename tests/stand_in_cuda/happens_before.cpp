@@ -40,23 +40,59 @@ void HappensBefore::access(Range range, bool write, const VectorClock& start, co
     segments_.emplace_hint(segment, range.begin, Segment{range.end, true, over, {}});
     return;
   }
-  for (std::uintptr_t at = range.begin; at < range.end;) {
-    if (segment == segments_.end() || segment->first > at) {
-      const std::uintptr_t end =
-          segment == segments_.end() ? range.end : std::min(range.end, segment->first);
-      segment = segments_.emplace_hint(segment, at, Segment{end, false, {}, {}});
-    }
+  for (std::uintptr_t at = range.begin; at < range.end; ++segment) {
+    segment = segment_at(segment, at, range.end);
     Segment& bytes = segment->second;
     if (bytes.written) check(*segment, bytes.write, true, false, start, over);
-    const auto same_line = std::find_if(bytes.reads.begin(), bytes.reads.end(),
-                                        [&](const Stamp& read) { return read.line == over.line; });
-    if (same_line == bytes.reads.end()) {
-      bytes.reads.push_back(over);
-    } else {
-      *same_line = over;
-    }
+    add_read(bytes, over);
     at = bytes.end;
-    ++segment;
+  }
+}
+
+HappensBefore::Segments::iterator HappensBefore::segment_at(Segments::iterator next,
+                                                            std::uintptr_t at, std::uintptr_t end) {
+  if (next != segments_.end() && next->first == at) return next;
+  const std::uintptr_t until = next == segments_.end() ? end : std::min(end, next->first);
+  return segments_.emplace_hint(next, at, Segment{until, false, {}, {}});
+}
+
+void HappensBefore::add_read(Segment& segment, const Stamp& over) {
+  const auto same_line = std::find_if(segment.reads.begin(), segment.reads.end(),
+                                      [&](const Stamp& read) { return read.line == over.line; });
+  if (same_line == segment.reads.end()) {
+    segment.reads.push_back(over);
+  } else if (same_line->tick < over.tick) {
+    *same_line = over;
+  }
+}
+
+void HappensBefore::access_late(Range range, bool write, const VectorClock& start,
+                                const Stamp& over) {
+  if (range.begin >= range.end) return;
+  // The call itself may have been judged before, by what it then seemed to touch.
+  const auto before = [&](const Stamp& other) { return other.call < over.call; };
+  const auto replaced = [&](const Stamp& other) { return other.call <= over.call; };
+  split(range.begin);
+  split(range.end);
+  auto segment = segments_.lower_bound(range.begin);
+  for (std::uintptr_t at = range.begin; at < range.end; ++segment) {
+    segment = segment_at(segment, at, range.end);
+    Segment& bytes = segment->second;
+    at = bytes.end;
+    if (bytes.written && before(bytes.write)) {
+      check(*segment, bytes.write, true, write, start, over);
+    }
+    for (const Stamp& read : bytes.reads) {
+      if (write && before(read)) check(*segment, read, false, true, start, over);
+    }
+    if (bytes.written && !replaced(bytes.write)) continue;
+    if (write) {
+      std::erase_if(bytes.reads, replaced);
+      bytes.written = true;
+      bytes.write = over;
+    } else {
+      add_read(bytes, over);
+    }
   }
 }
 

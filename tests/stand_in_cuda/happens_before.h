@@ -42,6 +42,11 @@ class HappensBefore {
   /// access's own tick, so overlaps within one call are found too.
   void access(Range range, bool write, const VectorClock& start, const Stamp& over);
 
+  /// An access of which is only known when it runs what it is to: judged against what was enqueued
+  /// before its call, as far as that is still the last of its kind. What was enqueued after the
+  /// call was judged without it, and stays as it is.
+  void access_late(Range range, bool write, const VectorClock& start, const Stamp& over);
+
   const std::vector<Finding>& findings() const { return findings_; }
 
  private:
@@ -54,6 +59,10 @@ class HappensBefore {
   using Segments = std::map<std::uintptr_t, Segment>;
 
   void split(std::uintptr_t at);
+  /// The segment that begins at `at`, or a new one up to the next or to `end`. `next` is the first
+  /// that does not begin before `at`.
+  Segments::iterator segment_at(Segments::iterator next, std::uintptr_t at, std::uintptr_t end);
+  static void add_read(Segment& segment, const Stamp& over);
   void check(const Segments::value_type& segment, const Stamp& earlier, bool earlier_writes,
              bool later_writes, const VectorClock& start, const Stamp& over);
 

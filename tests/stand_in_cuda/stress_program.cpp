@@ -54,12 +54,12 @@ Program::Program(const Control& control, const std::string& library, std::uint64
       random_(seed),
       device_users_(kDevicePages, 0),
       host_users_(kHostPages, 0) {
-  CopyLimits limits;
-  limits.copies_per_call = 1 + below(40);
-  limits.tall_copies = below(4) != 0;
+  cuda::CudaOptions options;
+  options.limits.copies_per_call = 1 + below(40);
+  options.limits.tall_copies = below(4) != 0;
+  options.single_copies = below(4) == 0;
   const auto driver = std::make_shared<const cuda::Driver>(library);
-  device_ = std::make_shared<cuda::CudaDevice>(driver, 0,
-                                               cuda::CudaOptions{limits, below(4) == 0, nullptr});
+  device_ = std::make_shared<cuda::CudaDevice>(driver, 0, std::move(options));
   make_pools();
   pin_and_adopt();
   gate_ = std::make_shared<LayerGate>(device_, layouts_, 1 + static_cast<int>(below(4)));

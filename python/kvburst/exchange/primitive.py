@@ -1,14 +1,17 @@
 """The one primitive of the exchange: a layer's pages, from the rank that owns it to all others."""
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
-from kvburst._core import Device, HostDevice, LayoutError, Stream
+from kvburst._core import ComputeDevice, CudaDevice, Device, LayoutError, Stream
 from kvburst.exchange.channel import Channel, current_for_torch
 from kvburst.pools import Pool
+
+_logger = logging.getLogger("kvburst")
 
 
 @dataclass(frozen=True)
@@ -48,10 +51,11 @@ class _TorchRows:
             rows.index_copy_(0, ids, packed)
 
 
-class _StreamRows:
-    """On a stream of the device `host`, which torch's operations are not on."""
+class _DeviceRows:
+    """On a stream, by the device itself. On `host` nothing else could: torch's operations are on
+    none of its streams."""
 
-    def __init__(self, device: HostDevice) -> None:
+    def __init__(self, device: ComputeDevice) -> None:
         self._device = device
 
     def gather(
@@ -67,6 +71,19 @@ class _StreamRows:
         self._device.scatter(
             stream, rows.data_ptr(), packed.data_ptr(), ids.data_ptr(), len(ids), rows.shape[1]
         )
+
+
+def _rows_of(device: Device, channel: Channel) -> _Rows:
+    """The device's own where it can and where the channel is on streams. Where a GPU has no
+    kernels, torch's, and the log says why."""
+    if channel.on_stream and isinstance(device, ComputeDevice) and device.moves_rows:
+        return _DeviceRows(device)
+    if isinstance(device, CudaDevice) and not device.moves_rows:
+        _logger.warning(
+            "torch gathers and scatters the layers that ranks exchange; staging kernels: %s",
+            device.kernels,
+        )
+    return _TorchRows()
 
 
 class LayerBroadcast:
@@ -87,11 +104,7 @@ class LayerBroadcast:
                     f"{pool.name!r}, {pool.device.page_bytes} bytes"
                 )
         self._channel = channel
-        self._rows: _Rows = (
-            _StreamRows(device)
-            if channel.on_stream and isinstance(device, HostDevice)
-            else _TorchRows()
-        )
+        self._rows = _rows_of(device, channel)
         self._staging = channel.staging(staging_bytes, pools[0].device.layers[0].device)
         # By pool, then by model layer: its pages as rows.
         self._layers = tuple(
@@ -110,8 +123,8 @@ class LayerBroadcast:
     def send(
         self, pool: int, layer: int, page_ids: torch.Tensor, source: int, stream: Stream
     ) -> None:
-        """Every rank calls it alike, but for `page_ids`: as many, each its own (int64, on the
-        pool's device). Enqueues on `stream`, or blocks, as the channel does."""
+        """Every rank calls it alike, but for `page_ids`: as many, each its own (int64,
+        contiguous, on the pool's device). Enqueues on `stream`, or blocks, as the channel does."""
         rows = self._layers[pool][layer]
         row_bytes = rows.shape[1]
         mine = source == self._channel.rank
