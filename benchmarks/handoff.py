@@ -41,7 +41,7 @@ from harness import (
 from peers_way import PAGE_SIZE, Indices, Issued, PeersWay, like_the_peers, pools_of
 
 from kvburst import BurstController, DevicePool, HostDevice, HostPool, PageAllocator, Pool
-from kvburst._core import KVBurstError, NullDevice
+from kvburst._core import Device, KVBurstError, NullDevice
 from kvburst.geometries import PoolSpec
 from kvburst.stats import BurstStats
 
@@ -67,7 +67,7 @@ class Ours:
 
     def __init__(
         self,
-        device: HostDevice | NullDevice,
+        device: Device,
         pools: tuple[Pool, ...],
         pages: int,
         mode: Mode,
@@ -81,7 +81,7 @@ class Ours:
         )
         self._controller = BurstController(
             pools,
-            device,  # type: ignore[arg-type]  # the controller asks for streams and events only
+            device,
             device_allocator=self._device_pages,
             host_allocator=self._host_pages,
             mode=mode,
@@ -314,28 +314,28 @@ def _notes(rows: list[Row], cores: Cores) -> list[str]:
         notes.append(like_the_peers(1000 * judged.baseline_median / copies))
         verdict(
             judged.ratio >= BUDGET_RATIO,
-            f"{BUDGET_PAGES:,} pages, {BUDGET_LAYERS} layers: {judged.ratio:.0f} times below the"
-            f" baseline, at least {BUDGET_RATIO:g} is asked for",
+            f"{BUDGET_PAGES:,} pages, {BUDGET_LAYERS} layers: {judged.ratio:.0f} times less than"
+            f" the baseline (budget: at least {BUDGET_RATIO:g})",
         )
     few, many = (callers.get(("thread", 0, pages, BUDGET_LAYERS)) for pages in (64, 4096))
     if few is not None and many is not None:
         verdict(
             many.median <= BUDGET_GROWTH * few.median,
-            f"4,096 pages: {many.median / few.median:.1f} times 64, at most {BUDGET_GROWTH:g} is"
-            " asked for",
+            f"4,096 pages take {many.median / few.median:.1f} times as long as 64 (budget: at most"
+            f" {BUDGET_GROWTH:g})",
         )
     shallow = callers.get(("thread", 0, BUDGET_PAGES, 1))
     if judged is not None and shallow is not None:
         notes.append(
-            f"{BUDGET_LAYERS} layers: {judged.median / shallow.median:.2f} times 1 layer, at"
-            f" {BUDGET_PAGES:,} pages"
+            f"{BUDGET_LAYERS} layers take {judged.median / shallow.median:.2f} times as long as 1,"
+            f" at {BUDGET_PAGES:,} pages"
         )
     for (mode, busy, pages, layers), row in callers.items():
         if mode == "thread" and busy and row.n >= FEWEST_ROUNDS_FOR_P99:
             verdict(
                 row.p99 < BUDGET_BUSY_P99_US,
-                f"{pages:,} pages, {layers} layers, busy thread: p99 {row.p99:,.0f} us, below"
-                f" {BUDGET_BUSY_P99_US:,.0f} is asked for",
+                f"{pages:,} pages, {layers} layers, busy thread: p99 {row.p99:,.0f} us"
+                f" (budget: below {BUDGET_BUSY_P99_US:,.0f})",
             )
     return notes
 

@@ -284,7 +284,7 @@ def _table(metric: str, rows: Sequence[Row], varying: Sequence[str]) -> Table:
     for column in columns:
         table.add_column(column, justify="right", no_wrap=True)
     for row in rows:
-        cells = [str(row.scenario[key]) for key in varying]
+        cells = [with_commas(row.scenario[key]) for key in varying]
         cells += [str(row.n), *(number(value) for value in (row.median, row.p90, row.p99))]
         if row.baseline_median is not None and row.ratio is not None:
             cells += [number(row.baseline_median), f"{row.ratio:.2f}x"]
@@ -370,7 +370,8 @@ def varying_keys(rows: Sequence[Row]) -> list[str]:
 
 def heading(rows: Sequence[Row]) -> str:
     """What all scenarios have in common, in words."""
-    return ", ".join(f"{spaced(key)} {value}" for key, value in _common(rows).items())
+    common = _common(rows)
+    return ", ".join(f"{spaced(key)} {with_commas(value)}" for key, value in common.items())
 
 
 def _label(row: Row, varying: Sequence[str]) -> str:
@@ -385,6 +386,11 @@ def _label(row: Row, varying: Sequence[str]) -> str:
 def spaced(key: str) -> str:
     """A key as words."""
     return key.replace("_", " ")
+
+
+def with_commas(value: Value) -> str:
+    """A whole number in groups of three digits; anything else as it is."""
+    return f"{value:,}" if isinstance(value, int) else str(value)
 
 
 def side_of(value: Value) -> Literal["left", "right"]:

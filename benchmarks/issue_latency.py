@@ -11,14 +11,16 @@ tiers, a layer at a time; of loads only, since a backup has all layers in one gr
 the library does unless told otherwise, lets one copy move one page of 1, 2, 4, ... 16 layers, and
 of all of them in a backup. The baseline works the peer's way, from Python (see ``peers_way``): it
 issues as ``none`` does, on the calling thread. It calls no device, and is charged the price of a
-copy that the link model names; the bursts meet the model itself, which really holds the thread.
+copy that the link model names; the bursts meet the model itself, which really holds the thread. On
+the device ``cuda`` it is SGLang's own direct copies, where ``sgl_kernel`` can be imported; on the
+devices ``cuda`` and ``stand-in`` there is no baseline else, but for the copies.
 
 One thing is changed at a time: every other one stays as it is in the first table. A burst of the
 pattern ``trace`` has the pages that a cache chose under a real request trace, and those rows are
 percentiles over all recorded bursts (``pages`` is their median); see ``page_patterns``.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, TypeVar
@@ -29,7 +31,6 @@ from harness import (
     JsonFile,
     Outputs,
     PlotFile,
-    Quick,
     Row,
     machine,
     new_app,
@@ -40,7 +41,7 @@ from harness import (
     whole_numbers,
     write_json,
 )
-from issue_latency_view import WIDTH, Section, draw, show
+from issue_latency_view import UNATTENDED_WIDTH, Section, draw, show
 from issuing import Groups, Mode, Setting, Way, measure
 from issuing_devices import DEVICES, LAYOUTS, IssuingDevice
 from page_patterns import PATTERNS, RECORDED, Bursts, made_up, read_bursts, recorded
@@ -83,6 +84,8 @@ def plans(
     """One thing at a time, of ``base``."""
     device = DEVICES[base.device]
     what = f"{device.name}, link {base.link} (simulated)" if device.link else device.name
+    if device.simulated and not device.link:
+        what += " (no GPU)"
     others = [pattern for pattern in PATTERNS if pattern != base.pattern]
     patterns = (base, *(replace(base, pattern=pattern) for pattern in others))
     backup = replace(base, direction="backup")
@@ -116,6 +119,10 @@ def plans(
     ]
 
 
+def _in_words(device: IssuingDevice) -> str:
+    return f"{device.name} (needs {device.needs})" if device.needs else device.name
+
+
 app = new_app("What issuing a burst costs, per burst, layer and copy.")
 
 
@@ -124,9 +131,11 @@ def issue_latency(
     device_names: Annotated[
         str,
         typer.Option(
-            "--device", metavar="NAME,...", help=f"Where bursts are issued: {', '.join(DEVICES)}."
+            "--device",
+            metavar="NAME,...",
+            help="Where bursts are issued: " + "; ".join(map(_in_words, DEVICES.values())) + ".",
         ),
-    ] = ",".join(DEVICES),
+    ] = ",".join(name for name, device in DEVICES.items() if not device.needs),
     link: Annotated[LinkName, typer.Option(help="What a copy costs on the device host.")] = "h100",
     pages: Annotated[
         str | None,
@@ -165,7 +174,12 @@ def issue_latency(
     rounds: Annotated[
         int, typer.Option(parser=whole_number(1, 100_000), metavar="N", help="Bursts a scenario.")
     ] = 20,
-    quick: Quick = False,
+    quick: Annotated[
+        bool,
+        typer.Option(
+            "--quick", help="Less than a minute, with fewer rounds and sizes: to see that it runs."
+        ),
+    ] = False,
     json_file: JsonFile = None,
     plot_file: PlotFile = None,
 ) -> None:
@@ -177,6 +191,7 @@ def issue_latency(
       python benchmarks/issue_latency.py --device null --pages 1024 --json issue_latency.json
       kvburst replay conversation_trace.jsonl.gz --plan-only --record bursts.kvb
       python benchmarks/issue_latency.py --bursts bursts.kvb
+      python benchmarks/issue_latency.py --device cuda --quick
     """
     usual = "64,256,1024" if quick else "64,256,1024,4096"
     burst_pages = whole_numbers("--pages", usual if pages is None else pages, least=1, most=65536)
@@ -200,20 +215,29 @@ def issue_latency(
                 shapes,
             )
         ]
-        sections, peers_ns = _run(every, recording, None if quick else rounds, most_bursts)
-    measured_on, console = machine(), new_console(WIDTH)
+        measured_on = machine()
+
+        def keep(rows: Sequence[Row]) -> None:
+            write_json(rows, measured_on, outputs.json_file)
+
+        sections, peers_ns = _run(every, recording, None if quick else rounds, most_bursts, keep)
+    console = new_console(UNATTENDED_WIDTH)
     show(sections, measured_on, console, notes=_notes(devices, link, peers_ns, bursts_file))
     rows = [row for section in sections for row in section.rows]
-    write_json(rows, measured_on, outputs.json_file)
     if outputs.plot_file is not None:
         draw(rows, outputs.plot_file)
 
 
 def _run(
-    every: Sequence[Plan], recording: Recording, rounds: int | None, most_bursts: int
+    every: Sequence[Plan],
+    recording: Recording,
+    rounds: int | None,
+    most_bursts: int,
+    keep: Callable[[Sequence[Row]], None],
 ) -> tuple[list[Section], list[float]]:
     """All sections, quickly if no rounds are given; and what a copy cost the peer's way where
-    bursts are large, in nanoseconds."""
+    bursts are large, in nanoseconds. After each section ``keep`` gets all rows so far, which are
+    worth keeping should the next fail or take too long."""
     peers_ns: list[float] = []
     sections = []
     with progress(sum(len(plan.settings) for plan in every)) as tick:
@@ -230,6 +254,7 @@ def _run(
                     peers_ns += ns
                 tick(plan.title)
             sections.append(Section(plan.title, tuple(rows)))
+            keep([row for section in sections for row in section.rows])
     return sections, peers_ns
 
 
@@ -261,7 +286,8 @@ def _notes(
             " measured",
         ]
     notes += [
-        "peer: three arrays rebuilt from Python for every layer and pool, one copy a page and"
+        "peer: HiCache's own way, three arrays rebuilt from Python for every layer and pool, one"
+        " copy a page and"
         " layer, inline; on host its rebuilding as measured, and the link's price for each copy",
         f"trace: recorded bursts, {bursts.name}; pages is their median, and all medians are over"
         " them",

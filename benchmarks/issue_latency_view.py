@@ -16,6 +16,7 @@ from harness import (
     side_of,
     spaced,
     varying_keys,
+    with_commas,
 )
 from rich.console import Console
 from rich.table import Table
@@ -23,8 +24,10 @@ from rich.table import Table
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-# Columns where there is no terminal to ask.
+# Columns of a terminal that shows all of a table.
 WIDTH = 132
+# Columns where there is no terminal to ask: no table has as many, whatever its numbers.
+UNATTENDED_WIDTH = 240
 # Above this a table is in milliseconds.
 MOST_US = 50_000
 
@@ -106,7 +109,7 @@ def _table(section: Section, wide: bool) -> Table:
     for scenario, metrics in by_scenario(section.rows).items():
         values = dict(scenario)
         table.add_row(
-            *(_value(values[key]) for key in keys),
+            *(with_commas(values[key]) for key in keys),
             *(column.cell(metrics, scale) for column in columns),
         )
     return table
@@ -114,10 +117,6 @@ def _table(section: Section, wide: bool) -> Table:
 
 def _words(key: str) -> str:
     return {"copies_per_call": "a call", "chunk_pages": "chunk"}.get(key, spaced(key))
-
-
-def _value(value: Value) -> str:
-    return f"{value:,}" if isinstance(value, int) else str(value)
 
 
 def _optional(us: float | None, scale: float) -> str:

@@ -9,9 +9,10 @@ from functools import partial
 from typing import Literal
 
 from harness import Cores, Row, take_turns
-from issuing_devices import DEVICES, Layout, Wanted, shapes_of
+from issuing_devices import DEVICES, Ground, Layout, Wanted, shapes_of
 from page_patterns import Bursts, Direction, Pattern
 from peers_way import PeersWay
+from sgl_kernel_way import SglKernelWay
 
 from kvburst import CopyLimits, KVBurstError, PlanOptions
 from kvburst._core import BurstIssuer, BurstPages, LayerGate
@@ -63,16 +64,16 @@ class Issued:
 class Ours:
     """Bursts of one setting, issued in one way."""
 
-    def __init__(self, setting: Setting, way: Way, bursts: Bursts, cores: Cores) -> None:
+    def __init__(
+        self, setting: Setting, way: Way, bursts: Bursts, cores: Cores, ground: Ground
+    ) -> None:
         limits = CopyLimits(tall_copies=way.groups != "none", copies_per_call=way.copies_per_call)
-        shape = geometry(setting.geometry)
-        wanted = Wanted(shape, bursts.tier_pages, setting.layout, limits, setting.link)
-        # Kept: pools lie in its memory.
-        self._ground = DEVICES[setting.device].ground(wanted)
         self._bursts = bursts
         self._next = 0
-        device, layouts = self._ground.device, self._ground.layouts
-        self._pages = BurstPages(layouts, direction=setting.direction, page_size=shape.page_size)
+        self._device = device = ground.device(limits)
+        layouts = ground.layouts
+        page_size = geometry(setting.geometry).page_size
+        self._pages = BurstPages(layouts, direction=setting.direction, page_size=page_size)
         self._issuer = BurstIssuer(
             device,
             layouts,
@@ -85,19 +86,15 @@ class Ours:
             ),
             mode=way.mode,
             cpus=[cores.issuer],
+            memory=ground,
         )
         self.issued: list[Issued] = []
-
-    @property
-    def copy_us(self) -> float | None:
-        """What the device is said to charge for a plain copy."""
-        return self._ground.copy_us
 
     def issue(self) -> float:
         """The next burst; microseconds of the calling thread. Returns when its bytes are there."""
         indices = self._bursts.each[self._next % len(self._bursts.each)]
         self._next += 1
-        stream = self._ground.device.current_stream()
+        stream = self._device.current_stream()
         begin = time.perf_counter_ns()
         self._pages.append(
             device=index_view("device_indices", indices.device),
@@ -149,12 +146,39 @@ class Theirs:
         return microseconds
 
 
+class SglKernel:
+    """The baseline of a GPU: the copies that SGLang makes today, from the calling thread."""
+
+    def __init__(self, way: SglKernelWay, setting: Setting, bursts: Bursts) -> None:
+        self._way = way
+        self._direction = setting.direction
+        self._bursts = bursts
+        self._next = 0
+        self.issued: list[Issued] = []
+
+    def issue(self) -> float:
+        """The next burst; microseconds of the calling thread."""
+        indices = self._bursts.each[self._next % len(self._bursts.each)]
+        self._next += 1
+        copies, microseconds = self._way.issue(indices, self._direction)
+        self.issued.append(Issued(copies, copies, microseconds, microseconds))
+        return microseconds
+
+
+def ground_of(setting: Setting, bursts: Bursts) -> Ground:
+    """Memory that all ways of issuing its bursts share: they take turns."""
+    wanted = Wanted(geometry(setting.geometry), bursts.tier_pages, setting.layout, setting.link)
+    return DEVICES[setting.device].ground(wanted)
+
+
 @contextmanager
-def issuers(setting: Setting, ways: Sequence[Way], bursts: Bursts) -> Iterator[dict[Way, Ours]]:
+def issuers(
+    setting: Setting, ways: Sequence[Way], bursts: Bursts, ground: Ground
+) -> Iterator[dict[Way, Ours]]:
     """One for each way; the caller on a core of its own where there are two."""
     cores = Cores.of(sorted(os.sched_getaffinity(0)))
     # Before the caller is pinned: what they start inherits its cores.
-    ours = {way: Ours(setting, way, bursts, cores) for way in ways}
+    ours = {way: Ours(setting, way, bursts, cores, ground) for way in ways}
     try:
         with cores.caller_pinned():
             yield ours
@@ -166,19 +190,22 @@ def issuers(setting: Setting, ways: Sequence[Way], bursts: Bursts) -> Iterator[d
 def measure(
     benchmark: str, setting: Setting, ways: Sequence[Way], bursts: Bursts, rounds: int
 ) -> tuple[list[Row], list[float]]:
-    """The rows of one setting, every way against the peer's; and what a copy cost the peer's, in
-    nanoseconds and without the device's price."""
-    with issuers(setting, ways, bursts) as ours:
+    """The rows of one setting, every way against the baseline; and what a copy cost the peer's way,
+    in nanoseconds and without the device's price."""
+    ground = ground_of(setting, bursts)
+    theirs = None if ground.copy_us is None else Theirs(setting, bursts, ground.copy_us)
+    baseline: Theirs | SglKernel | None = theirs
+    if ground.sgl_kernel is not None:
+        baseline = SglKernel(ground.sgl_kernel, setting, bursts)
+    with issuers(setting, ways, bursts, ground) as ours:
         arms: dict[str, Callable[[], float]] = {str(way): each.issue for way, each in ours.items()}
-        copy_us = next(iter(ours.values())).copy_us
-        theirs = None if copy_us is None else Theirs(setting, bursts, copy_us)
-        if theirs is not None:
-            arms["peer's way"] = theirs.issue
+        if baseline is not None:
+            arms["baseline"] = baseline.issue
         take_turns(arms, rounds)
-        baseline = [] if theirs is None else theirs.issued[-rounds:]
+        compared = [] if baseline is None else baseline.issued[-rounds:]
         rows: list[Row] = []
         for way, each in ours.items():
-            rows += _rows(benchmark, setting, way, bursts, each.issued[-rounds:], baseline)
+            rows += _rows(benchmark, setting, way, bursts, each.issued[-rounds:], compared)
     return rows, [] if theirs is None else theirs.built_ns[-rounds:]
 
 
@@ -192,9 +219,9 @@ def _rows(
 ) -> list[Row]:
     shape = geometry(setting.geometry)
     layers = sum(len(pool.layer_ids) for pool in shape.pools)
-    simulated = DEVICES[setting.device].link
+    device = DEVICES[setting.device]
     scenario = asdict(setting) | {
-        "link": setting.link if simulated else "none",
+        "link": setting.link if device.link else "none",
         "layers": shape.num_layers,
         "pools": len(shape.pools),
         "pages": bursts.median_pages,
@@ -204,7 +231,7 @@ def _rows(
         """Of the baseline's bursts, if there is one."""
         return [value(burst) for burst in theirs] or None
 
-    row = partial(Row.of, benchmark, scenario | asdict(way), simulated=simulated)
+    row = partial(Row.of, benchmark, scenario | asdict(way), simulated=device.simulated)
     return [
         # Of what is issued alone, so never simulated.
         Row.of(

@@ -2,17 +2,30 @@
 
 ``null`` takes every copy and moves nothing: what is left is planning and issuing, and no driver is
 counted. ``host`` with a link model charges the issuing thread for every copy, as a driver does, and
-moves real bytes, scaled down: what it says is simulated. A device that calls a real driver is one
-more entry of ``DEVICES``, whose ``ground`` allocates on it and pins the host's side.
+moves real bytes, scaled down: what it says is simulated. ``stand-in`` calls the library that plays
+the driver in the tests, which shows that the path to a driver runs, and nothing of what a driver
+costs. ``cuda`` is a GPU of this machine.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
+from cuda_devices import host_memory, open_device
+from driver_library import CudaName
 from peers_way import Pool, pools_at_no_address
+from sgl_kernel_way import SglKernelWay, Side, load_sgl_kernel
 
-from kvburst._core import CopyLimits, DeviceTier, HostDevice, HostTier, NullDevice, PoolLayout
+from kvburst._core import (
+    CopyLimits,
+    Device,
+    DeviceTier,
+    HostDevice,
+    HostTier,
+    NullDevice,
+    PoolLayout,
+)
 from kvburst.geometries import Geometry
 from kvburst.host_memory import allocate_host
 from kvburst.links import LINKS, LinkName
@@ -23,6 +36,9 @@ LAYOUTS: tuple[Layout, ...] = ("one-allocation", "per-layer")
 # Modelled bytes take their time whatever is really moved, so rows in memory are small: a page of a
 # layer keeps this part of its bytes.
 ROW_SCALE = 1024
+# A driver is paid by the copy, hardly by the byte: with rows of a sixteenth the 32,768 pages of the
+# recorded bursts fit into a GPU, and issuing rarely waits for the link.
+CUDA_ROW_SCALE = 16
 
 
 @dataclass(frozen=True)
@@ -32,37 +48,41 @@ class Wanted:
     geometry: Geometry
     tier_pages: int
     layout: Layout
-    limits: CopyLimits
     link: LinkName
 
 
 @dataclass(frozen=True)
 class Ground:
-    """A device, pools on it, and what must be kept alive for them.
+    """Pools, what must be kept alive for them, and devices that reach them: one for each limits.
 
     ``copy_us``: microseconds that the device is said to charge for a copy, which the peer's way,
     that calls no device, is charged as well. None where nobody says so, as of a real driver: then
-    there is no baseline, and the bursts of groups ``none`` stand beside the others.
+    the baseline is ``sgl_kernel``, where that can be imported; and where not there is none, and the
+    bursts of groups ``none`` stand beside the others.
     """
 
-    device: HostDevice | NullDevice
+    device: Callable[[CopyLimits], Device]
     layouts: tuple[PoolLayout, ...]
     copy_us: float | None
     memory: tuple[object, ...] = ()
+    sgl_kernel: SglKernelWay | None = None
 
 
 @dataclass(frozen=True)
 class IssuingDevice:
-    """``link``: whether a link model makes its times, so that they are simulated. ``call_a_copy``:
-    whether a call for every copy says something of it; a model that sleeps for each would be late
-    every time. ``quick_rounds``: bursts of a scenario where seconds are all there is."""
+    """``link``: whether a link model makes its times; ``simulated``: whether anything but a real
+    device does. ``call_a_copy``: whether a call for every copy says something of it; a model that
+    sleeps for each would be late every time. ``quick_rounds``: bursts of a scenario where seconds
+    are all there is. ``needs``: what not every machine has; unless asked for it is left out."""
 
     name: str
     words: str
     link: bool
+    simulated: bool
     call_a_copy: bool
     quick_rounds: int
     ground: Callable[[Wanted], Ground]
+    needs: str = ""
 
 
 def absent_layouts(wanted: Wanted) -> tuple[PoolLayout, ...]:
@@ -72,7 +92,7 @@ def absent_layouts(wanted: Wanted) -> tuple[PoolLayout, ...]:
 
 
 def _null(wanted: Wanted) -> Ground:
-    return Ground(NullDevice(limits=wanted.limits), absent_layouts(wanted), copy_us=0.0)
+    return Ground(lambda limits: NullDevice(limits=limits), absent_layouts(wanted), copy_us=0.0)
 
 
 def _host(wanted: Wanted) -> Ground:
@@ -96,8 +116,53 @@ def _host(wanted: Wanted) -> Ground:
         layouts.append(_layout(pool, wanted))
         real += layers * spec.page_bytes(wanted.geometry.page_size)
         moved += layers * page_bytes
-    device_with_link = HostDevice(link=link.model(real / moved), limits=wanted.limits)
-    return Ground(device_with_link, tuple(layouts), link.issue_us, tuple(memory))
+    model = link.model(real / moved)
+    return Ground(
+        lambda limits: HostDevice(link=model, limits=limits),
+        tuple(layouts),
+        link.issue_us,
+        tuple(memory),
+    )
+
+
+def _cuda(wanted: Wanted, name: CudaName, row_scale: int) -> Ground:
+    """Memory of the GPU, and pinned memory of the host."""
+    device = open_device(name)
+    layouts: list[PoolLayout] = []
+    memory: list[object] = []
+    sides: list[Side] = []
+    page_size = wanted.geometry.page_size
+    for spec in wanted.geometry.pools:
+        row_bytes = max(1, round(spec.row_bytes / row_scale))
+        layers, page_bytes = len(spec.layer_ids), page_size * row_bytes
+        nbytes = layers * wanted.tier_pages * page_bytes
+        on_device, on_host = device.tensor(nbytes), host_memory(nbytes)
+        pinned = device.pin(on_host, layers * page_bytes)
+        pool = Pool(
+            name=spec.name,
+            layers=layers,
+            pages=wanted.tier_pages,
+            page_bytes=page_bytes,
+            device=on_device.data_ptr(),
+            host=on_host.data_ptr(),
+        )
+        layouts.append(_layout(pool, wanted, pinned.ranges))
+        memory += [on_device, on_host, pinned]
+        sides.append(
+            Side(
+                device=on_device.view(layers, wanted.tier_pages * page_size, row_bytes),
+                host=on_host.view(wanted.tier_pages, layers, page_size, row_bytes),
+            )
+        )
+    device.synchronize()
+    kernel = load_sgl_kernel()
+    return Ground(
+        lambda limits: open_device(name, limits=limits),
+        tuple(layouts),
+        None,
+        tuple(memory),
+        None if kernel is None else SglKernelWay(kernel, tuple(sides), page_size, device),
+    )
 
 
 DEVICES: Mapping[str, IssuingDevice] = {
@@ -107,6 +172,7 @@ DEVICES: Mapping[str, IssuingDevice] = {
             name="null",
             words="takes every copy, moves nothing: no driver counted",
             link=False,
+            simulated=False,
             call_a_copy=True,
             quick_rounds=10,
             ground=_null,
@@ -115,9 +181,31 @@ DEVICES: Mapping[str, IssuingDevice] = {
             name="host",
             words="charges the issuing thread what a link model says, 1,024 copies queued at most",
             link=True,
+            simulated=True,
             call_a_copy=False,
             quick_rounds=2,
             ground=_host,
+        ),
+        IssuingDevice(
+            name="stand-in",
+            words="a library that plays the driver: its times say nothing of a GPU",
+            link=False,
+            simulated=True,
+            call_a_copy=False,
+            quick_rounds=2,
+            ground=partial(_cuda, name="stand-in", row_scale=ROW_SCALE),
+            needs="a C++ compiler",
+        ),
+        IssuingDevice(
+            name="cuda",
+            words=f"GPU 0, pinned host memory, rows of 1/{CUDA_ROW_SCALE} of their bytes; the"
+            " baseline, where it can be imported, is sgl_kernel's direct copies",
+            link=False,
+            simulated=False,
+            call_a_copy=True,
+            quick_rounds=10,
+            ground=partial(_cuda, name="cuda", row_scale=CUDA_ROW_SCALE),
+            needs="a GPU",
         ),
     )
 }

@@ -93,7 +93,8 @@ def test_budgets_are_judged_where_their_sizes_were_measured() -> None:
     assert status == 0, err
     out = " ".join(out.split())
     assert "1,024 pages, 78 layers: " in out
-    assert "4,096 pages: " in out
+    assert "4,096 pages take " in out
+    assert "(budget: at most 4)" in out
     assert "ns a copy" in out
 
 

@@ -5,12 +5,14 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from stand_in import Library
 from typer.testing import CliRunner
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
@@ -19,11 +21,16 @@ sys.path.append(str(BENCHMARKS))
 import issue_latency  # noqa: E402
 import issuing  # noqa: E402
 import page_patterns  # noqa: E402
-from harness import Cores  # noqa: E402
+from harness import Cores, Row  # noqa: E402
+from issuing import Setting, Way  # noqa: E402
+from page_patterns import Bursts  # noqa: E402
 
+from kvburst._core import KVBurstError  # noqa: E402
 from kvburst.replay.recording import load_recording  # noqa: E402
 
 PAGES, SMALL_PAGES = 64, 16
+# Those that every machine has, so those that are run unless others are asked for.
+DEVICES = ("null", "host")
 LAYERS, POOLS = 78, 2
 METRICS = {"copies", "issue_us", "issue_us_per_layer", "issue_us_per_copy", "caller_us"}
 SCENARIO_KEYS = {
@@ -107,7 +114,7 @@ def test_every_scenario_has_every_metric_once_a_section(quick_run: Quick) -> Non
 def test_scattered_bursts_take_as_many_copies_as_their_groups_say(
     quick_run: Quick, scenario: dict[str, object], copies: int
 ) -> None:
-    for device in issue_latency.DEVICES:
+    for device in DEVICES:
         found = medians(
             quick_run[1],
             "copies",
@@ -166,12 +173,35 @@ def test_machine_is_printed_before_any_number_and_the_baseline_explained(quick_r
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+def test_sections_that_are_done_are_kept_when_a_later_one_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or takes too long for whoever waits."""
+    measure = issue_latency.measure
+    file = tmp_path / "rows.json"
+
+    def fails_in_a_backup(
+        benchmark: str, setting: Setting, ways: Sequence[Way], bursts: Bursts, rounds: int
+    ) -> tuple[list[Row], list[float]]:
+        if setting.direction == "backup":
+            raise KVBurstError("no room")
+        return measure(benchmark, setting, ways, bursts, rounds)
+
+    monkeypatch.setattr(issue_latency, "measure", fails_in_a_backup)
+    sizes = ("--quick", "--device", "null", "--pages", "16", "--chunk-pages", "0")
+    status, _, error = run(*sizes, "--json", str(file))
+    assert (status, error) == (2, "error: no room\n")
+    patterns = {row["scenario"]["pattern"] for row in json.loads(file.read_text())["rows"]}
+    assert patterns == {"scattered", "contiguous", "runs", "trace"}
+
+
 def test_link_model_charges_every_copy() -> None:
     """Of the device, not of the benchmark's arithmetic: 64 pages x 156 copies at 2.3 us each."""
     setting = issuing.Setting("host", "h100", pages=PAGES)
     random = torch.Generator().manual_seed(0)
     bursts = page_patterns.made_up("scattered", PAGES, 64, random)
-    with issuing.issuers(setting, [issuing.Way("none", "inline")], bursts) as ours:
+    ground = issuing.ground_of(setting, bursts)
+    with issuing.issuers(setting, [issuing.Way("none", "inline")], bursts, ground) as ours:
         (issuer,) = ours.values()
         issuer.issue()
     (issued,) = issuer.issued
@@ -191,6 +221,87 @@ def test_device_of_unknown_price_has_no_baseline_but_for_its_copies(
     assert peers_ns == []
     assert [row.metric for row in rows if row.ratio is not None] == ["copies", "copies"]
     assert {row.n for row in rows} == {3}
+
+
+# --- drivers -------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def stand_in(stand_in_library: Library, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A library that plays the driver, as the environment names it."""
+    monkeypatch.setenv("KVBURST_LIBCUDA", str(stand_in_library.current))
+    return str(stand_in_library.current)
+
+
+def test_stand_in_driver_takes_the_same_copies_and_says_that_its_times_are_no_gpus(
+    stand_in: str, tmp_path: Path
+) -> None:
+    written = tmp_path / "rows.json"
+    small = ["--quick", "--pages", "8", "--chunk-pages", "0", "--geometry", "mla-dsa-78-full"]
+    status, out, err = run("--device", "stand-in", *small, "--json", str(written))
+    assert (status, err) == (0, "")
+    assert "device stand-in (no GPU)" in out
+    content = json.loads(written.read_text())
+    base = {"device": "stand-in", "pages": 8, "direction": "load", "pattern": "scattered"}
+    base["layout"] = "one-allocation"
+    assert medians(content, "copies", groups="none", **base) == {8 * LAYERS * POOLS}
+    assert medians(content, "copies", groups="ramp", **base) == {8 * 8 * POOLS}
+    for row in content["rows"]:
+        assert row.get("simulated", False) == (row["metric"] != "copies")
+        assert ("ratio" in row) == (row["metric"] == "copies")
+        assert row["median"] > 0
+
+
+def test_a_stand_in_is_no_gpu(stand_in: str) -> None:
+    status, _, err = run("--device", "cuda", "--quick")
+    assert status == 2
+    assert f"device cuda: {stand_in} stands in for a driver" in err
+
+
+@pytest.fixture
+def sgl_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A package of this name whose functions are kvburst's, which take the same arguments."""
+    package = tmp_path / "sgl_kernel"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "kvcacheio.py").write_text("from kvburst.kvcacheio import *\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield
+    for name in ("sgl_kernel.kvcacheio", "sgl_kernel"):
+        sys.modules.pop(name, None)
+
+
+@pytest.mark.parametrize("direction", ["load", "backup"])
+@pytest.mark.usefixtures("stand_in", "sgl_kernel")
+def test_baseline_behind_a_driver_is_sgl_kernel_which_moves_the_same_pages(
+    direction: page_patterns.Direction,
+) -> None:
+    setting = issuing.Setting("stand-in", "h100", pages=4, direction=direction)
+    bursts = page_patterns.made_up("scattered", 4, 64, torch.Generator().manual_seed(0))
+    ground = issuing.ground_of(setting, bursts)
+    assert ground.sgl_kernel is not None
+    for pool in ground.sgl_kernel.pools:
+        source, target = (pool.host, pool.device)
+        if direction == "backup":
+            source, target = target, source
+        source.random_(0, 256)
+        target.zero_()
+    copies, microseconds = ground.sgl_kernel.issue(bursts.each[0], direction)
+    assert copies == 4 * LAYERS * POOLS
+    assert microseconds > 0
+    for pool in ground.sgl_kernel.pools:
+        for layer in range(LAYERS):
+            on_host = pool.host[:, layer].flatten(0, 1)[bursts.each[0].host]
+            assert torch.equal(pool.device[layer][bursts.each[0].device], on_host)
+            assert on_host.any()
+
+    rows, _ = issuing.measure("b", setting, [issuing.Way("ramp", "inline")], bursts, 2)
+    assert all(row.ratio is not None for row in rows)
+
+
+def test_without_sgl_kernel_there_is_no_baseline_behind_a_driver(stand_in: str) -> None:
+    bursts = page_patterns.made_up("scattered", 4, 64, torch.Generator().manual_seed(0))
+    assert issuing.ground_of(issuing.Setting("stand-in", "h100"), bursts).sgl_kernel is None
 
 
 # --- patterns ------------------------------------------------------------------------------
