@@ -21,7 +21,7 @@ FIT = Facts(
     ranks=2,
     stages=1,
 )
-EVERYTHING = Settings(everything=True, one_piece_pools=True)
+EVERYTHING = Settings(everything=True, one_piece_pools=True, rank_shard=True)
 
 
 def test_every_feature_is_on_where_nothing_is_against_it() -> None:
@@ -121,4 +121,34 @@ def test_a_feature_is_on_where_every_rank_has_it() -> None:
     agreed = agree(here, minimum)
     assert agreed["async_loads"] == Verdict(False, ("it is off on another rank",))
     assert agreed["one_piece_pools"] == Verdict(True)
-    assert agree(elsewhere, lambda values: [0, 0, 1, 1])["async_loads"].reasons == ("no",)
+    assert agree(elsewhere, lambda values: [0, 0, 1, 1, 1])["async_loads"].reasons == ("no",)
+
+
+SHARD_ALONE = Settings(rank_shard=True)
+
+
+def test_shared_tier_brings_loads_and_backups_with_it() -> None:
+    verdicts = decide(SHARD_ALONE, FIT)
+    on = [name for name, verdict in verdicts.items() if verdict.on]
+    assert on == ["async_loads", "planned_backups", "rank_shard"]
+
+
+def test_without_a_shared_tier_its_variable_asks_for_nothing_else() -> None:
+    verdicts = decide(SHARD_ALONE, replace(FIT, not_shared=("the group has 1 rank",)))
+    assert verdicts["rank_shard"] == Verdict(False, ("the group has 1 rank",))
+    assert verdicts["async_loads"].reasons == ("SGLANG_HICACHE_ASYNC_LOAD_ENQUEUE is not set",)
+    assert not any(verdict.on for verdict in verdicts.values())
+    others = decide(EVERYTHING, replace(FIT, not_shared=("the group has 1 rank",)))
+    assert [name for name, verdict in others.items() if not verdict.on] == ["rank_shard"]
+
+
+def test_shared_tier_that_nobody_asks_for_says_which_variable_would() -> None:
+    verdict = decide(Settings(everything=True), FIT)["rank_shard"]
+    assert verdict == Verdict(False, ("SGLANG_ENABLE_HICACHE_RANK_SHARD is not set",))
+
+
+def test_shared_tier_is_left_to_an_sglang_that_has_it() -> None:
+    variable = "SGLANG_ENABLE_HICACHE_RANK_SHARD"
+    verdicts = decide(SHARD_ALONE, replace(FIT, sglang_knows=frozenset({variable})))
+    assert verdicts["rank_shard"] == Verdict(False, (f"SGLang has {variable} itself",))
+    assert not verdicts["async_loads"].on

@@ -8,6 +8,8 @@ from exchange_helpers import LAYERS, PAGE, Rank, Threads, make_rank, make_ranks,
 from rigs import quiesce
 
 from kvburst import BurstController, BurstError, HostDevice, LayoutError, PageError
+from kvburst._core import BurstPages
+from kvburst._indices import deferred_view, index_view
 from kvburst.exchange import RankShard
 from kvburst.exchange.in_process import InProcessGroup
 from kvburst.ownership import Ownership
@@ -191,6 +193,69 @@ def test_forward_on_another_stream_than_the_last_runs_behind_what_that_one_left(
         stall.release()
     for _, event in behind:
         event.synchronize()
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_another_stream_of_the_forward_that_waits_for_a_layer_runs_behind_its_exchange(
+    waits: bool,
+) -> None:
+    """As an indexer does that writes its keys beside the forward."""
+    device = HostDevice()
+    ranks = make_ranks(device, 2)
+    targets = loading(device, ranks)
+    stalls, behind = [], []
+
+    def one(rank: Rank) -> None:
+        rank.controller.layer_done_counter.set_consumer(0)
+        stalls.append(device.stall(rank.stream))
+        other = device.new_stream()
+        with other:
+            if waits:
+                rank.controller.layer_done_counter.wait_until(9)
+        behind.append((other, other.record_event()))
+
+    on_all(ranks, one)
+    quiesce()
+    assert [event.query() for _, event in behind] == [not waits] * 2
+    for stall in stalls:
+        stall.release()
+    for _, event in behind:
+        event.synchronize()
+    if waits:
+        for rank, target in zip(ranks, targets, strict=True):
+            assert_restored(rank, 1, target)
+
+
+@pytest.mark.parametrize("flushed", [True, False])
+def test_first_forward_runs_behind_what_was_exchanged_before_it(flushed: bool) -> None:
+    """By a step, say, or a restore, on a stream of its own."""
+    device = HostDevice()
+    ranks = make_ranks(device, 2)
+    targets = loading(device, ranks)
+    stalls, behind = [], []
+
+    def one(rank: Rank) -> None:
+        early = device.new_stream()
+        stalls.append((early, device.stall(early)))
+        if flushed:
+            with early:
+                assert rank.controller._exchange is not None
+                rank.controller._exchange.flush()
+        rank.forward(0)
+        behind.append(rank.stream.record_event())
+
+    on_all(ranks, one)
+    if flushed:
+        quiesce()
+        assert not any(event.query() for event in behind)
+        for _, stall in stalls:
+            stall.release()
+    for event in behind:
+        event.synchronize()
+    for rank, target in zip(ranks, targets, strict=True):
+        assert_restored(rank, 1, target)
+    for _, stall in stalls:
+        stall.release()
 
 
 @pytest.mark.parametrize("gated", [True, False])
@@ -485,17 +550,51 @@ def refused(ranks: list[Rank], body, message: str) -> None:
     on_all(ranks, one)
 
 
-def test_wait_on_another_stream_than_the_forwards_is_refused_by_name() -> None:
+@pytest.mark.parametrize("exchange", ["forward_stream", "side_stream"])
+def test_load_whose_indices_lie_on_the_device_is_exchanged_by_pages_that_the_device_names(
+    exchange: str,
+) -> None:
     device = HostDevice()
-    ranks = make_ranks(device, 2)
-    loading(device, ranks)
+    ranks = make_ranks(device, 2, exchange=exchange, mode="inline")
 
-    def elsewhere(rank: Rank) -> None:
-        rank.controller.layer_done_counter.set_consumer(0)
-        with device.new_stream():
-            rank.controller.layer_done_counter.wait_until(0)
+    def one(rank: Rank) -> None:
+        host = back_up(rank, 7, 3)
+        shift_device_pages(rank)
+        target = rank.device_pages.alloc(len(host))
+        layouts = [pool.layout for pool in rank.pools]
+        pages = BurstPages(layouts, direction="load", page_size=PAGE)
+        pages.append_deferred(device=deferred_view("d", target), host=index_view("h", host))
+        stream = device.current_stream()
+        burst = rank.controller._loads.issuer.submit(pages, [7], stream=stream)
+        known = torch.empty(3, dtype=torch.int64)
+        burst.copy_page_ids(0, tier="device", out=known.data_ptr())
+        gate = rank.controller._exchange
+        gate.begin(burst, stream, None, target[::PAGE] // PAGE)
+        gate.set_consumer(burst.id)
+        for layer in range(gate.num_layers):
+            gate.wait(burst.id, layer)
+        gate.drain()
+        device.synchronize()
+        assert_restored(rank, 7, target)
+        rank.controller.stop()
 
-    refused(ranks, elsewhere, r"layer 0 is waited for on stream \d+, but is exchanged on \d+")
+    on_all(ranks, one)
+
+
+def test_pages_that_the_device_names_must_be_as_many_as_the_loads() -> None:
+    def one(rank: Rank) -> None:
+        host = back_up(rank, 7, 3)
+        rank.controller.load(host)
+        burst = rank.controller._loads.issuer.submit(
+            rank.controller._loads._pages, [7], stream=rank.device.current_stream()
+        )
+        gate = rank.controller._exchange
+        strided = torch.zeros(6, dtype=torch.int64)[::2]
+        for wrong in (strided, strided[1:].contiguous(), strided.to(torch.int32)):
+            with pytest.raises(PageError, match=r"page_ids: torch.int.* one for each of 3 pages"):
+                gate.begin(burst, rank.device.current_stream(), None, wrong)
+
+    on_all(make_ranks(HostDevice(), 1), one)
 
 
 def test_wait_of_no_forward_is_refused_by_name() -> None:
@@ -504,6 +603,33 @@ def test_wait_of_no_forward_is_refused_by_name() -> None:
     loading(device, ranks)
     wait = "call set_consumer on the forward's stream first"
     refused(ranks, lambda rank: rank.controller.layer_done_counter.events[0].wait(0), wait)
+
+
+def test_consuming_a_load_once_more_leaves_its_later_layers_to_the_forward(
+    order: dict[str, str],
+) -> None:
+    """Unlike setting the consumer anew, which is the end of the forward before."""
+    device = HostDevice()
+
+    def one(rank: Rank) -> list[int]:
+        rank.controller.load(back_up(rank, 3, 2))
+        load = rank.controller.start_loading()
+        exchange = rank.controller._exchange
+        assert exchange is not None
+        sent = []
+        for _ in range(2):
+            exchange.consume(load)
+            exchange.wait(load, 1)
+            sent.append(exchange.find(load).next_layer)  # type: ignore[union-attr]
+        exchange.set_consumer(load)
+        sent.append(exchange.find(load).next_layer)  # type: ignore[union-attr]
+        rank.settle()
+        rank.controller.stop()
+        return sent
+
+    for sent in on_all(make_ranks(device, 2, **order), one):
+        least = 2 if order["exchange"] == "forward_stream" else max(LAYERS["kv"]) + 1
+        assert sent == [least, least, max(LAYERS["kv"]) + 1]
 
 
 def test_wait_on_a_capturing_stream_is_refused_by_name(order: dict[str, str]) -> None:

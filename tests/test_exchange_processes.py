@@ -3,6 +3,7 @@
 A short run by default; `KVBURST_SHARD_BURSTS=200 KVBURST_SHARD_RANKS=4,8` is the long one.
 """
 
+import importlib
 import os
 import random
 import threading
@@ -24,7 +25,14 @@ from exchange_processes import (
     run_ranks,
 )
 
-from kvburst import AgreementError, AgreementGroups, BurstError, HostDevice, PageError
+from kvburst import (
+    AgreementError,
+    AgreementGroups,
+    BurstError,
+    HostDevice,
+    LayoutError,
+    PageError,
+)
 from kvburst.agreement import Agreement
 from kvburst.exchange import GroupChannel
 from kvburst.exchange.in_process import InProcessGroup
@@ -106,6 +114,18 @@ def test_skipping_the_exchange_is_seen() -> None:
     alone = unsharded(PROGRAM)
     for of_rank in run_ranks(4, run_program, replace(PROGRAM, skip_exchange=True)):
         assert of_rank != alone
+
+
+def _over_a_group_of_another_kind(rank: int, ranks: int) -> str:
+    importlib.import_module("torch.testing._internal.distributed.fake_pg")  # registers the backend
+    with pytest.raises(LayoutError) as refused:
+        GroupChannel(dist.new_group(backend="fake"), dist.new_group(backend="gloo"))
+    return str(refused.value)
+
+
+def test_group_of_which_nobody_knows_whether_it_blocks_is_refused() -> None:
+    (refused,) = run_ranks(1, _over_a_group_of_another_kind)
+    assert refused == "group: backend 'fake' must be one of gloo, nccl"
 
 
 def test_byte_that_changes_on_one_rank_is_seen_on_all() -> None:
@@ -208,6 +228,30 @@ def test_side_stream_without_its_gate_deadlocks_and_with_it_does_not() -> None:
 
 
 # --- a rank that is gone -------------------------------------------------------------------------
+
+
+def bereft(rank: int, ranks: int) -> str:
+    """The last rank's process ends under its load."""
+    one = make_rank(HostDevice(), new_channel(), rank=rank)
+    stored = one.controller.write(one.device_pages.alloc(PAGE))
+    one.controller.ack_write_queue.clear()
+    one.controller.load(stored)
+    burst = one.controller.start_loading()
+    if rank == ranks - 1:
+        os._exit(3)
+    try:
+        one.forward(burst)
+    except BurstError as error:
+        return str(error)
+    return "nothing"
+
+
+def test_rank_whose_process_ends_is_named_on_the_others() -> None:
+    """Those that are told of it end too, and may be named beside it by one that is told later."""
+    *others, gone = run_ranks(3, bereft)
+    assert gone is None
+    for told in others:
+        assert "rank 2 has ended" in told
 
 
 def lonely(rank: int, ranks: int) -> tuple[str, str, float]:

@@ -180,6 +180,10 @@ def test_replicated_pools_over_several_ranks_can_be_shared() -> None:
         ({"decode_of_disaggregation": True}, "disaggregated decode"),
         ({"packed_fp4": True}, "FP4"),
         ({"exchange": "side_stream"}, "side_stream"),
+        ({"decode_context_parallel": 4}, "decode context parallelism over 4 ranks"),
+        ({"unified_memory": True}, "unified memory"),
+        ({"waits_for_no_layer": "an embedding server's forwards"}, "forwards wait for no layer"),
+        ({"others": ("pool 'kv': it is not known",)}, "it is not known"),
     ],
 )
 def test_each_obstacle_is_named(change: dict[str, object], word: str) -> None:

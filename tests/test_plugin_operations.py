@@ -1,12 +1,16 @@
 """What stands where SGLang keeps events: its slots' layers, and the start and finish of a load."""
 
 import logging
+from collections.abc import Callable
 
 import pytest
 import torch
+from exchange_helpers import LAYERS as SHARED_LAYERS
+from exchange_helpers import Rank, Threads, make_rank, make_ranks
 
 from kvburst._core import BurstError, BurstIssuer, BurstPages, CopyPlanner, HostDevice, LayerGate
 from kvburst._indices import index_view
+from kvburst.exchange.in_process import InProcessGroup
 from kvburst.pools import DevicePool, HostPool, Pool
 from kvburst.sglang_plugin.layer_done import BurstLayers, last_layers
 from kvburst.sglang_plugin.operations import FinishEvent, Operation, Part, StartEvent
@@ -165,6 +169,95 @@ def test_whoever_asks_for_a_failed_load_is_raised_and_it_is_logged_and_counted_o
             assert "node_ids [41, 42]" in str(it.value)
     assert rig.counters.failures == 1
     assert len(caplog.records) == 1
+
+
+# --- a tier that ranks share ---------------------------------------------------------------------
+
+
+def shared_operation(rank: Rank, pages: int) -> tuple[Operation, Counters]:
+    """A load whose layers come from two ranks, as the plugin has it."""
+    slots = rank.device_pages.alloc(pages * 2)
+    host = rank.controller.write(slots)
+    rank.controller.ack_write_queue.clear()
+    rank.controller.load(host)
+    rank.controller.start_loading()
+    (ack,) = rank.controller.ack_load_queue
+    part = Part(ack.burst, exchange=rank.controller._exchange, exchanged=ack.exchanged)
+    counters = Counters()
+    return Operation([part], rank.device, counters), counters
+
+
+def on_each(ranks: list[Rank], body: Callable[[Rank], object]) -> list[object]:
+    def one(number: int) -> object:
+        with ranks[number].stream:
+            result = body(ranks[number])
+        ranks[number].controller.stop()
+        return result
+
+    return Threads(len(ranks), one).join()
+
+
+def test_shared_load_is_done_once_its_layers_came_from_all_ranks() -> None:
+    def one(rank: Rank) -> tuple[bool, bool, int]:
+        operation, _ = shared_operation(rank, 2)
+        finish = FinishEvent(operation)
+        operation.parts[0].burst.finish_event.synchronize()  # This rank's own copies.
+        early = finish.reached()
+        slot = BurstLayers(StockEvent())
+        slot.carry(operation)
+        slot.wait(max(SHARED_LAYERS["kv"]))
+        finish.synchronize()
+        assert StartEvent(operation).elapsed_time(finish) >= 0
+        assert [stats.bytes > 0 for stats in operation.stats()] == [True]
+        return early, finish.query(), slot.load
+
+    assert on_each(make_ranks(HostDevice(), 2), one) == [(False, True, 0)] * 2
+
+
+def test_whoever_waits_for_a_shared_load_without_saying_so_consumes_it() -> None:
+    def one(rank: Rank) -> list[bool]:
+        operation, _ = shared_operation(rank, 1)
+        sent = []
+        for layer in (0, 3):
+            operation.wait_for_layer(layer)
+            exchanged = operation.parts[0].exchanged
+            assert exchanged is not None
+            sent.append(exchanged.next_layer == layer + 1)
+        FinishEvent(operation).synchronize()
+        return sent
+
+    assert on_each(make_ranks(HostDevice(), 2), one) == [[True, True]] * 2
+
+
+def test_failed_copy_of_one_rank_fails_the_operation_on_all() -> None:
+    devices = [HostDevice(), HostDevice()]
+    group = InProcessGroup(2, timeout=10)
+    ranks = Threads(
+        2, lambda rank: make_rank(devices[rank], group.channel(rank, devices[rank]), rank=rank)
+    ).join()
+
+    def one(rank: Rank) -> tuple[str, int]:
+        slots = rank.device_pages.alloc(2)
+        host = rank.controller.write(slots)
+        rank.controller.ack_write_queue.clear()
+        if rank.rank == 1:
+            rank.device.fail_copy_call(1)
+        rank.controller.load(host)
+        rank.controller.start_loading()
+        (ack,) = rank.controller.ack_load_queue
+        part = Part(ack.burst, exchange=rank.controller._exchange, exchanged=ack.exchanged)
+        counters = Counters()
+        operation = Operation([part], rank.device, counters)
+        with pytest.raises(BurstError) as told:
+            FinishEvent(operation).synchronize()
+        assert operation.failure() == str(told.value)
+        assert operation.stats() == []
+        return str(told.value), counters.failures
+
+    (of_0, counted_0), (of_1, counted_1) = on_each(ranks, one)  # type: ignore[misc,arg-type]
+    assert "failed on rank 1" in of_0
+    assert "copy: failed, as it was told to" in of_1
+    assert (counted_0, counted_1) == (1, 1)
 
 
 class FailsJustNow:

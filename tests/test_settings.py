@@ -15,6 +15,9 @@ IDLE = "SGLANG_ENABLE_HICACHE_IDLE_SYNC_SKIP"
 TIMER = "SGLANG_HICACHE_EVENTS_TIMER_STEPS"
 LOADS = "SGLANG_HICACHE_ASYNC_LOAD_ENQUEUE"
 CHUNK = "SGLANG_HICACHE_D2H_ISSUE_CHUNK_PAGES"
+SHARD = "SGLANG_ENABLE_HICACHE_RANK_SHARD"
+STAGING = "SGLANG_HICACHE_RANK_SHARD_STAGING_MB"
+EXCHANGE = "KVBURST_RANK_SHARD_EXCHANGE"
 
 
 def test_nothing_set_asks_for_nothing() -> None:
@@ -56,6 +59,52 @@ def test_a_variable_set_to_0_turns_its_feature_off_under_kvburst() -> None:
 def test_kvburst_set_to_0_leaves_features_to_their_own_variables() -> None:
     settings = Settings.from_environment({"KVBURST": "0", LOADS: "1"})
     assert (settings.async_loads, settings.planned_backups) == (True, False)
+
+
+def test_kvburst_does_not_ask_for_a_shared_tier() -> None:
+    settings = Settings.from_environment({"KVBURST": "1"})
+    assert not settings.shared_tier
+    assert settings.exchange == "forward_stream"
+    assert settings.staging_bytes == 32 << 20
+
+
+def test_shared_tier_asks_for_loads_and_backups_that_are_not_turned_off() -> None:
+    settings = Settings.from_environment({SHARD: "1"})
+    assert settings.shared_tier
+    assert settings.async_loads
+    assert settings.planned_backups
+    assert settings.transport is None
+    assert settings.anything
+    settings = Settings.from_environment({SHARD: "1", LOADS: "0", CHUNK: "0"})
+    assert (settings.async_loads, settings.planned_backups) == (False, False)
+    assert not Settings.from_environment({SHARD: "0"}).anything
+
+
+def test_companions_of_a_shared_tier_ask_for_nothing_alone() -> None:
+    companions = {
+        "SGLANG_HICACHE_RANK_SHARD_KEEP_CAPACITY": "1",
+        STAGING: "8",
+        "SGLANG_HICACHE_RANK_SHARD_LOG_EVERY": "1",
+        "SGLANG_HICACHE_RANK_SHARD_VERIFY_EVERY": "1",
+        EXCHANGE: "side_stream",
+    }
+    settings = Settings.from_environment(companions)
+    assert not settings.anything
+    assert settings.staging_bytes == 8 << 20
+    assert settings.exchange == "side_stream"
+
+
+@pytest.mark.parametrize("megabytes", ["1", "4096"])
+def test_staging_within_its_bounds_is_taken(megabytes: str) -> None:
+    settings = Settings.from_environment({STAGING: megabytes})
+    assert settings.staging_bytes == int(megabytes) << 20
+
+
+@pytest.mark.parametrize("megabytes", ["0", "4097"])
+def test_staging_beyond_its_bounds_is_refused_by_name(megabytes: str) -> None:
+    message = f"{STAGING}: '{megabytes}' must be 1 to 4096 "
+    with pytest.raises(SettingsError, match=message):
+        Settings.from_environment({STAGING: megabytes})
 
 
 @pytest.mark.parametrize(
@@ -126,6 +175,7 @@ def test_each_number_fills_its_field(field: str) -> None:
         (CHUNK, "1.5"),
         ("SGLANG_HICACHE_EVENTS_TIMER_STEPS", "often"),
         ("SGLANG_HICACHE_RANK_SHARD_STAGING_MB", "²"),
+        (EXCHANGE, "both"),
     ],
 )
 def test_a_value_that_cannot_be_meant_is_refused_by_name(name: str, value: str) -> None:
@@ -157,7 +207,7 @@ def test_without_a_variable_registering_imports_nothing_of_sglang() -> None:
         "assert not any(name.split('.')[0] == 'sglang' for name in sys.modules)\n"
         "print(plugin.status().features['async_loads'])\n"
     )
-    unset = {*SWITCHES.values(), *NUMBERS.values(), "KVBURST"}
+    unset = {*SWITCHES.values(), *NUMBERS.values(), "KVBURST", EXCHANGE}
     environment = {name: value for name, value in os.environ.items() if name not in unset}
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, env=environment

@@ -181,6 +181,14 @@ class TierFacts:
     packed_fp4: bool = False
     exchange: ExchangeOrder = "forward_stream"
     threaded_loads: bool = True
+    decode_context_parallel: int = 1
+    """Decode context parallelism, which spreads the pages of a pool over ranks."""
+    unified_memory: bool = False
+    """Device pages are moved about behind the cache's back."""
+    waits_for_no_layer: str | None = None
+    """Forwards of a kind that never waits for what it reads, in words."""
+    others: tuple[str, ...] = ()
+    """Whatever else is against it, in words."""
 
 
 def reasons_against_sharding(facts: TierFacts) -> tuple[str, ...]:
@@ -194,8 +202,10 @@ def reasons_against_sharding(facts: TierFacts) -> tuple[str, ...]:
             bool(different) or not facts.replicated,
             "the pool is not replicated across ranks: "
             + (
-                ", ".join(f"'{name}'" for name in different) + " differs from rank to rank (MHA,"
-                " GQA), and one rank's copy would overwrite the others'"
+                ", ".join(f"'{name}'" for name in different)
+                + (" differs" if len(different) == 1 else " differ")
+                + " from rank to rank (MHA, GQA, recurrent state), and one rank's copy would"
+                " overwrite the others'"
                 if different
                 else "there is none"
             ),
@@ -223,8 +233,18 @@ def reasons_against_sharding(facts: TierFacts) -> tuple[str, ...]:
             facts.exchange == "side_stream" and facts.threaded_loads,
             "exchange 'side_stream' needs loads issued inline, mode is 'thread'",
         ),
+        (
+            facts.decode_context_parallel > 1,
+            f"decode context parallelism over {facts.decode_context_parallel} ranks spreads the"
+            " pages of a pool",
+        ),
+        (facts.unified_memory, "unified memory moves pages, of which other ranks do not hear"),
+        (
+            facts.waits_for_no_layer is not None,
+            f"{facts.waits_for_no_layer} wait for no layer, so nothing would be exchanged for them",
+        ),
     )
-    return tuple(words for applies, words in reasons if applies)
+    return (*(words for applies, words in reasons if applies), *facts.others)
 
 
 def agreed_reasons(reasons: tuple[str, ...], gather: GatherReasons) -> tuple[str, ...]:

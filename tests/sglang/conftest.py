@@ -1,8 +1,10 @@
 """Where SGLang is not installed these tests are skipped, and say so.
 
-Where it is, they run in processes of their own (`ranks`), one set at a time.
+Where it is, they run in processes of their own (`ranks`), one set at a time. `KVBURST_TEST_RANKS`
+says how many ranks share a host tier, 2 if it says nothing.
 """
 
+import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -21,6 +23,10 @@ WITHOUT_SGLANG = (
 # Every server takes part in SGLang's own check that ranks decide alike.
 CHECKED = {"SGLANG_ENABLE_RANK_CONSENSUS_CHECKER": "1"}
 
+# For a host tier that ranks share.
+SHARE = "SGLANG_ENABLE_HICACHE_RANK_SHARD"
+SHARING_RANKS = int(os.environ.get("KVBURST_TEST_RANKS", "2"))
+
 SWITCHES: Mapping[str, Mapping[str, str]] = {
     "stock": {},
     "refusals": {},
@@ -33,6 +39,16 @@ SWITCHES: Mapping[str, Mapping[str, str]] = {
     "board": {"KVBURST": "1", **CHECKED},
     "pipelined": {"KVBURST": "1", "SGLANG_ENABLE_HICACHE_ASYNC_ACK_SYNC": "1", **CHECKED},
     "idle-skip": {"SGLANG_ENABLE_HICACHE_IDLE_SYNC_SKIP": "1", **CHECKED},
+    "sharing": {"KVBURST": "1", SHARE: "1", **CHECKED},
+    "sharing-keep": {
+        SHARE: "1",
+        "SGLANG_HICACHE_RANK_SHARD_KEEP_CAPACITY": "1",
+        "SGLANG_HICACHE_RANK_SHARD_STAGING_MB": "1",
+        "SGLANG_ENABLE_HICACHE_ASYNC_ACK_SYNC": "1",
+        "KVBURST_ONE_PIECE_POOLS": "1",
+        **CHECKED,
+    },
+    "sharing-side": {SHARE: "1", "KVBURST_RANK_SHARD_EXCHANGE": "side_stream"},
     "all-but-agreement": {
         "KVBURST": "1",
         "SGLANG_ENABLE_HICACHE_ASYNC_ACK_SYNC": "0",

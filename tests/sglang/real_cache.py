@@ -32,6 +32,8 @@ from sglang.srt.mem_cache.memory_pool import (
     MLATokenToKVPool,
     ReqToTokenPool,
 )
+from sglang.srt.mem_cache.pool_host.dsa import DSAIndexerPoolHost
+from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.unified_cache.components.base import ComponentType
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
@@ -103,11 +105,13 @@ class RealCache:
                 for layer, bytes_ in zip(buffer.layers, content, strict=True):
                     layer[page] = bytes_
 
-    def wrong_pages(self, tokens: Sequence[int], slots: torch.Tensor) -> list[str]:
+    def wrong_pages(
+        self, tokens: Sequence[int], slots: torch.Tensor, *, waiting: bool = True
+    ) -> list[str]:
         """Every page and layer of `tokens`, read as a model does, that is not what it must be.
 
         Layer by layer: of each layer all pages are read before the next layer is waited for. Then
-        the drafts, which run behind the target.
+        the drafts, which run behind the target. If not `waiting`, what is in memory now.
         """
         size = self.setup.page_size
         pages = self.pages_of(slots)
@@ -122,7 +126,9 @@ class RealCache:
             if layer not in buffer.layer_ids:
                 continue
             position = buffer.layer_ids.index(layer)
-            found = as_pages(buffer.read(layer), buffer.layers[0].shape[0])
+            found = buffer.layers[position]
+            if waiting:
+                found = as_pages(buffer.read(layer), found.shape[0])
             for number, page in enumerate(pages):
                 if not torch.equal(found[page], contents[number][kind][position]):
                     wrong.append(f"{buffer.name}, layer {layer}, page {number}")
@@ -225,6 +231,12 @@ class RealCache:
         finally:
             counter.set_consumer(-1)
 
+    def in_memory(self, tokens: Sequence[int]) -> list[str]:
+        """What of `tokens` is on the device by the tree, and not in its memory; nobody waits."""
+        match = self.match(tokens)
+        slots = self.device_slots(match)
+        return self.wrong_pages(tokens[: match.device_prefix_len], slots, waiting=False)
+
     def step(self) -> None:
         """What the scheduler does once a step."""
         self.tree.check_hicache_events()
@@ -243,14 +255,17 @@ class RealCache:
 
 
 def host_tensors(pool: Any) -> list[torch.Tensor]:
-    """`[pages, ...]` of each buffer of a host pool, as views."""
-    match type(pool).__name__:
-        case "DSAIndexerPoolHost":
+    """`[pages, layers, ...]` of each buffer of a host pool, as views. A rank that shares its tier
+    may keep no layer of a pool, and has no buffer."""
+    match pool:
+        case DSAIndexerPoolHost():
             tensors, slots_a_page = [pool.index_k_with_scale_buffer], 1
-        case "MHATokenToKVPoolHost":
+        case MHATokenToKVPoolHost():
             tensors, slots_a_page = [pool.k_buffer, pool.v_buffer], pool.page_size
         case _:
             tensors, slots_a_page = [pool.kv_buffer], pool.page_size
+    if tensors[0] is None:
+        return []
     if pool.layout != "layer_first":
         return tensors
     return [tensor.unflatten(1, (-1, slots_a_page)).transpose(0, 1) for tensor in tensors]

@@ -30,9 +30,10 @@ class Setup:
         return 64 if self.model == "dsa" else 16
 
     def __str__(self) -> str:
+        layers = f"-{self.layers}-layers" if self.layers != 4 else ""
         drafts = f"-{self.drafts}-drafts" if self.drafts else ""
         holes = f"-{len(self.without_index)}-without-index" if self.without_index else ""
-        return f"{self.model}-{self.layout}-{self.policy}{drafts}{holes}"
+        return f"{self.model}-{self.layout}-{self.policy}{layers}{drafts}{holes}"
 
 
 @dataclass(frozen=True)
@@ -111,6 +112,8 @@ class Probed:
     prompts: int
     differ: list[int]
     """Prompts whose logits were not the same bits from the host as from the device."""
+    logits: str
+    """A digest of all of them, as they were from the host."""
     moved: Moved
 
 

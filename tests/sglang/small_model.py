@@ -7,7 +7,9 @@ It is random and in float64; nothing about it is approximate, so the same KV giv
 import random
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from hashlib import blake2b
+from typing import Any
 
 import torch
 from ranks import Context
@@ -15,12 +17,15 @@ from real_cache import RealCache, build
 from scenarios import moved
 from setups import Probed, Setup
 from sglang.srt.mem_cache.base_prefix_cache import InsertParams
+from sharded import nothing_exchanged
 from slowed import held, nobody_waits, on_device
 
 from kvburst.sglang_plugin import status
 
 HEADS, HEAD_DIM, VOCABULARY = 2, 16, 128
 WIDTH = HEADS * HEAD_DIM
+LATENT, ROPE, INDEX = 48, 16, 128
+"""Of a latent pool's rows; and bytes of a token's index key."""
 EXTEND_PAGES = 1
 """What is computed anew of a prompt that is found in the cache."""
 
@@ -31,12 +36,21 @@ class Layer:
     key: torch.Tensor
     value: torch.Tensor
     output: torch.Tensor
+    index: torch.Tensor
 
 
 class SmallModel:
-    """`layers` attention layers over a paged KV pool of `HEADS` heads."""
+    """Attention layers over a paged KV pool: of heads, or of one latent row that all heads share.
 
-    def __init__(self, layers: int) -> None:
+    Where the pool has index keys as well, a layer that has them attends to the better half alone.
+    """
+
+    def __init__(self, setup: Setup) -> None:
+        self.setup = setup
+        latent = setup.model != "mha"
+        self.key_dim = LATENT + ROPE if latent else HEAD_DIM
+        self.value_dim = LATENT if latent else HEAD_DIM
+        kept = 1 if latent else HEADS
         numbers = torch.Generator().manual_seed(7)
 
         def matrix(rows: int, columns: int) -> torch.Tensor:
@@ -44,31 +58,70 @@ class SmallModel:
             return scale * torch.randn(rows, columns, dtype=torch.float64, generator=numbers)
 
         self.embedding = matrix(VOCABULARY, WIDTH)
-        self.layers = [Layer(*(matrix(WIDTH, WIDTH) for _ in range(4))) for _ in range(layers)]
+        self.layers = [
+            Layer(
+                query=matrix(WIDTH, HEADS * self.key_dim),
+                key=matrix(WIDTH, kept * self.key_dim),
+                value=matrix(WIDTH, kept * self.value_dim),
+                output=matrix(HEADS * self.value_dim, WIDTH),
+                index=matrix(WIDTH, INDEX),
+            )
+            for _ in range(setup.layers)
+        ]
 
     def extend(
         self, cache: RealCache, tokens: Sequence[int], have: torch.Tensor, new: torch.Tensor
     ) -> torch.Tensor:
         """Logits of the tokens behind those that `have` KV, whose own goes to the slots `new`."""
-        kv = cache.kv
         slots = torch.cat([have, new])
-        visible = torch.ones(len(tokens), len(tokens), dtype=torch.bool).tril()[len(have) :]
+        causal = torch.ones(len(tokens), len(tokens), dtype=torch.bool).tril()[len(have) :]
         hidden = self.embedding[torch.tensor(tokens[len(have) :]) % VOCABULARY]
         for number, layer in enumerate(self.layers):
             normed = hidden / hidden.norm(dim=-1, keepdim=True)
-            query, key, value = (
-                (normed @ weights).view(-1, HEADS, HEAD_DIM)
-                for weights in (layer.query, layer.key, layer.value)
-            )
-            kv.k_buffer[number][new] = key.to(torch.bfloat16)
-            kv.v_buffer[number][new] = value.to(torch.bfloat16)
-            keys = kv.get_key_buffer(number)[slots].double()
-            values = kv.get_value_buffer(number)[slots].double()
-            scores = torch.einsum("qhd,khd->hqk", query, keys) * HEAD_DIM**-0.5
+            visible = causal & self._chosen(cache.kv, number, normed, new, slots)
+            query = (normed @ layer.query).view(-1, HEADS, self.key_dim)
+            keys, values = self._kept(cache.kv, number, normed, new, slots)
+            scores = torch.einsum("qhd,khd->hqk", query, keys) * self.key_dim**-0.5
             weights = scores.masked_fill(~visible, float("-inf")).softmax(-1)
-            mixed = torch.einsum("hqk,khd->qhd", weights, values).reshape(-1, WIDTH)
+            mixed = torch.einsum("hqk,khd->qhd", weights, values).flatten(1)
             hidden = hidden + mixed @ layer.output
         return hidden @ self.embedding.T
+
+    def _kept(
+        self, kv: Any, number: int, normed: torch.Tensor, new: torch.Tensor, slots: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of `slots`, `[slots, heads, dim]`, with those of `new` written first."""
+        layer = self.layers[number]
+        key = (normed @ layer.key).view(len(new), -1, self.key_dim).to(torch.bfloat16)
+        if self.setup.model == "mha":
+            value = (normed @ layer.value).view(len(new), -1, self.value_dim)
+            kv.k_buffer[number][new] = key
+            kv.v_buffer[number][new] = value.to(torch.bfloat16)
+            return (
+                kv.get_key_buffer(number)[slots].double(),
+                kv.get_value_buffer(number)[slots].double(),
+            )
+        kv.kv_buffer[number][new] = key
+        rows = kv.get_key_buffer(number)[slots].double().expand(-1, HEADS, -1)
+        return rows, rows[..., :LATENT]
+
+    def _chosen(
+        self, kv: Any, number: int, normed: torch.Tensor, new: torch.Tensor, slots: torch.Tensor
+    ) -> torch.Tensor:
+        """Of `slots`, for each of `new`, by index keys of one bit a byte; itself always."""
+        if self.setup.model != "dsa" or number in self.setup.without_index:
+            return torch.ones(len(new), len(slots), dtype=torch.bool)
+        size = self.setup.page_size
+        own = (normed @ self.layers[number].index > 0).to(torch.uint8)
+        buffer = kv.index_k_with_scale_buffer[number]
+        for slot, key in zip(new.tolist(), own, strict=True):
+            buffer[slot // size, slot % size * INDEX :][:INDEX] = key
+        pages = kv.get_index_k_with_scale_buffer(number)[slots // size]
+        keys = pages[:, : size * INDEX].view(len(slots), size, INDEX)
+        found = keys[torch.arange(len(slots)), slots % size]
+        agree = (own[:, None] == found[None]).sum(-1)
+        chosen = agree >= agree.median(-1, keepdim=True).values
+        return chosen | (new[:, None] == slots[None])
 
     def serve(self, cache: RealCache, tokens: Sequence[int]) -> None:
         """A prompt that nobody has asked before: its KV is computed and cached."""
@@ -94,16 +147,22 @@ class SmallModel:
         return logits
 
 
-def probes(context: Context, setup: Setup, prompts: int, *, waits: bool) -> Probed:
+def probes(
+    context: Context, setup: Setup, prompts: int, *, waits: bool, alone: bool = False
+) -> Probed:
     """Each prompt is served from the device, is evicted, and is served from the host.
 
     While it is read the copies of its load are held up, unless its forward is to wait for them.
+    `alone`: a rank that has nobody to share a tier with.
     """
+    if alone:
+        context = replace(context, group=None)
     begin = status()
     context.copies.forget()
     numbers = random.Random(5)
-    model = SmallModel(setup.layers)
+    model = SmallModel(setup)
     differ = []
+    logits = blake2b(digest_size=8)
     with on_device() as device:
         cache = build(context, setup)
         for prompt in range(prompts):
@@ -124,4 +183,11 @@ def probes(context: Context, setup: Setup, prompts: int, *, waits: bool) -> Prob
             cache.settle()
             if not torch.equal(from_host, from_device):
                 differ.append(prompt)
-    return Probed(prompts, differ, moved(begin, context.copies.total))
+            logits.update(from_host.numpy().tobytes())
+    return Probed(prompts, differ, logits.hexdigest(), moved(begin, context.copies.total))
+
+
+def probes_without_exchange(context: Context, setup: Setup, prompts: int) -> Probed:
+    """What other ranks own never comes."""
+    with nothing_exchanged():
+        return probes(context, setup, prompts, waits=True)

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 import pytest
-from conftest import Server
+from conftest import SHARING_RANKS, Server
 from ranks import Ranks
 from setups import Setup
 
@@ -50,3 +50,23 @@ def test_without_a_switch_nothing_is_hooked(ranks: Ranks) -> None:
 def test_with_a_switch_something_is(ranks: Ranks) -> None:
     (hooks,) = ranks.call("call_log.hooks")
     assert any("L2TransferEngine" in hook for hook in hooks)
+
+
+SHARING = ("forward_batch_embedding", "run_batch", "PoolHost", "register_host_pool_entry")
+"""In names of what is hooked for a host tier that ranks share."""
+
+
+@pytest.mark.parametrize("ranks", [Server("everything")], indirect=True, ids=str)
+def test_of_a_tier_that_ranks_share_nothing_is_hooked_unless_its_own_variable_is_set(
+    ranks: Ranks,
+) -> None:
+    (hooks,) = ranks.call("call_log.hooks")
+    assert hooks
+    assert not [hook for hook in hooks if any(name in hook for name in SHARING)]
+
+
+@pytest.mark.parametrize("ranks", [Server("sharing-side", SHARING_RANKS)], indirect=True, ids=str)
+def test_with_its_own_variable_all_of_it_is(ranks: Ranks) -> None:
+    for hooks in ranks.call("call_log.hooks"):
+        for name in SHARING:
+            assert any(name in hook for hook in hooks), name

@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 
 from kvburst._core import BurstError, LayoutError, Stream
+from kvburst.cuda import as_torch_stream
+from kvburst.exchange.roll import Process, ended
 
 
 class Pending(Protocol):
@@ -56,22 +58,30 @@ class Channel(Protocol):
         """Gives numbers of 64 bits, as many on every rank, and does not wait for the others'."""
 
 
+# Which of them block is known; another would be treated as the wrong one.
+_BACKENDS = (dist.Backend.GLOO, dist.Backend.NCCL)
+
+
 def current_for_torch(stream: Stream, memory: torch.Tensor) -> AbstractContextManager[object]:
     """What torch enqueues on `memory` within goes on `stream`; on the CPU it runs at once."""
     if memory.device.type == "cpu":
         return nullcontext()
-    theirs = torch.cuda.ExternalStream(stream.handle, memory.device)  # type: ignore[no-untyped-call]
-    return torch.cuda.stream(theirs)
+    index = torch.cuda.current_device() if memory.device.index is None else memory.device.index
+    return torch.cuda.stream(as_torch_stream(stream.handle, index))
 
 
 class GroupChannel:
     """Over torch process groups: one that broadcasts device memory, and one that takes the CPU's.
 
-    `group`: any with `broadcast` for the pools' memory; gloo broadcasts at once, on the calling
-    thread, NCCL on the stream. `cpu_group`: of the same ranks, for numbers; by default
-    `group`, which then must take CPU tensors. `timeout`: seconds that a rank waits for the others,
-    which may be compiling a kernel; a rank whose process is gone is noticed at once.
-    Under DP attention both are those of the attention TP group.
+    Every rank makes its own at the same point; they tell each other who they are, so that an error
+    can name a rank whose process has ended.
+
+    `group`: for the pools' memory; gloo broadcasts at once, on the calling thread, NCCL on the
+    stream. `cpu_group`: of the same ranks, for numbers; by default `group`, which then must take
+    CPU tensors. `timeout`: seconds that a rank waits for the others, which may be compiling a
+    kernel; a rank whose process is gone is noticed at once. What NCCL has enqueued is not waited
+    for here, and ends by NCCL's own watchdog. Under DP attention both are those of the attention
+    TP group. Raises LayoutError on a group of another kind, and on groups of different ranks.
     """
 
     def __init__(
@@ -92,7 +102,12 @@ class GroupChannel:
                 f"cpu_group: ranks {dist.get_process_group_ranks(self._cpu_group)} must be those of"
                 f" group, {self._global_ranks}"
             )
-        self._on_stream = dist.get_backend(group) == dist.Backend.NCCL
+        backend = dist.get_backend(group)
+        if backend not in _BACKENDS:
+            raise LayoutError(f"group: backend {backend!r} must be one of {', '.join(_BACKENDS)}")
+        self._on_stream = backend == dist.Backend.NCCL
+        self._roll: list[Process] = [Process.own()] * len(self._global_ranks)
+        dist.all_gather_object(self._roll, Process.own(), group=self._cpu_group)
 
     @property
     def rank(self) -> int:
@@ -111,7 +126,11 @@ class GroupChannel:
         return self._cpu_group is not self._group
 
     def staging(self, nbytes: int, device: torch.device) -> torch.Tensor:
-        return torch.empty(nbytes, dtype=torch.uint8, device=device)
+        memory = torch.zeros(nbytes, dtype=torch.uint8, device=device)
+        if self._on_stream:
+            # NCCL makes its communicator for the first collective: now, and not under a forward.
+            dist.broadcast(memory[:1], self._global_ranks[0], group=self._group)
+        return memory
 
     def broadcast(self, staged: torch.Tensor, source: int, stream: Stream) -> None:
         try:
@@ -124,22 +143,29 @@ class GroupChannel:
                 else:
                     work.wait(self._timeout)
         except RuntimeError as error:
-            raise BurstError(f"broadcast from rank {source}: {_first_line(error)}") from error
+            raise BurstError(f"broadcast from rank {source}: {_why(error, self._roll)}") from error
 
     def minimum(self, values: Sequence[int]) -> Pending:
-        return _GroupMinimum(values, self._cpu_group, self._timeout)
+        return _GroupMinimum(values, self._cpu_group, self._timeout, self._roll)
 
 
 class _GroupMinimum:
-    def __init__(self, values: Sequence[int], group: dist.ProcessGroup, timeout: timedelta) -> None:
+    def __init__(
+        self,
+        values: Sequence[int],
+        group: dist.ProcessGroup,
+        timeout: timedelta,
+        roll: Sequence[Process],
+    ) -> None:
         self._values = torch.tensor(values, dtype=torch.int64)
         self._timeout = timeout
+        self._roll = roll
         try:
             self._work = dist.all_reduce(
                 self._values, dist.ReduceOp.MIN, group=group, async_op=True
             )
         except RuntimeError as error:
-            raise BurstError(f"agreement of the ranks: {_first_line(error)}") from error
+            raise BurstError(f"agreement of the ranks: {_why(error, self._roll)}") from error
 
     def done(self) -> bool:
         return bool(self._work.is_completed())
@@ -148,9 +174,11 @@ class _GroupMinimum:
         try:
             self._work.wait(self._timeout)
         except RuntimeError as error:
-            raise BurstError(f"agreement of the ranks: {_first_line(error)}") from error
+            raise BurstError(f"agreement of the ranks: {_why(error, self._roll)}") from error
         return self._values.tolist()
 
 
-def _first_line(error: RuntimeError) -> str:
-    return str(error).strip().splitlines()[0]
+def _why(error: RuntimeError, roll: Sequence[Process]) -> str:
+    """The ranks whose processes have ended, if any, and what torch says."""
+    gone = "".join(f"rank {rank} has ended: " for rank in ended(roll))
+    return gone + str(error).strip().splitlines()[0]

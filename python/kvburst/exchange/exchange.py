@@ -17,6 +17,7 @@ from kvburst._core import (
     KVBurstError,
     LayerGate,
     LayoutError,
+    PageError,
     Stream,
 )
 from kvburst.agreement import Agreement
@@ -98,9 +99,25 @@ class Exchange(ABC):
 
     # --- loads -----------------------------------------------------------------------------
 
-    def begin(self, burst: Burst, producer: Stream, fence: Stream | None) -> ExchangedLoad:
-        """Takes charge of a load that has just been submitted, behind `producer` and `fence`."""
+    def begin(
+        self,
+        burst: Burst,
+        producer: Stream,
+        fence: Stream | None,
+        page_ids: torch.Tensor | None = None,
+    ) -> ExchangedLoad:
+        """Takes charge of a load that has just been submitted, behind `producer` and `fence`.
+
+        `page_ids`: of a load whose indices lie on the device, its device pages there, int64 and
+        contiguous, the same for all pools, in the order of submission, and written by then on
+        `producer`. Kept until the load is over.
+        """
         with self._lock:
+            # Before the fences: they are on their way to the device behind them otherwise.
+            if page_ids is None:
+                pages = self._device_pages(burst)
+            else:
+                pages = self._checked(burst, page_ids)
             fences = []
             for stream in (producer, fence):
                 if stream is not None:
@@ -108,7 +125,7 @@ class Exchange(ABC):
                     fences[-1].record(stream)
             load = ExchangedLoad(
                 burst,
-                self._device_pages(burst),
+                pages,
                 tuple(fences),
                 self.device.new_event(),
                 self._flush_through,
@@ -139,6 +156,18 @@ class Exchange(ABC):
             pages.append(ids.to(self._memory_device, non_blocking=True))
         return tuple(pages)
 
+    def _checked(self, burst: Burst, page_ids: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """For each pool, which all move the same pages."""
+        right = page_ids.shape == (burst.num_pages,) and page_ids.dtype == torch.int64
+        # Kernels read them by their address.
+        if not (right and page_ids.is_contiguous()):
+            raise PageError(
+                f"page_ids: {page_ids.dtype} of shape {tuple(page_ids.shape)}, strides"
+                f" {page_ids.stride()}, must be torch.int64, one for each of {burst.num_pages}"
+                " pages, contiguous"
+            )
+        return (page_ids,) * len(self._ownership.pools)
+
     @abstractmethod
     def _begun(self, load: ExchangedLoad) -> None:
         """The load has been submitted."""
@@ -149,6 +178,11 @@ class Exchange(ABC):
 
         The one before has ended: what it left is exchanged. Its stream is the current one.
         """
+
+    def consume(self, burst: int) -> None:
+        """`set_consumer`, unless that load is consumed already: for whoever waits for a load
+        without having said so. Every rank must call it alike."""
+        self.set_consumer(burst)
 
     @abstractmethod
     def _wait(self, load: ExchangedLoad, layer: int, stream: Stream) -> None: ...
@@ -193,12 +227,15 @@ class Exchange(ABC):
         """Takes part in what is left, so that no other rank waits for this one; whether that was
         done within `timeout` seconds. After that it is still waited for, on a thread of its own and
         as long as the channel allows."""
-        if all(load.all_sent or load.given_up for load in self._loads.values()):
+        if self._all_over():
             return True
         rest = threading.Thread(target=self.flush, name="kvburst-flush", daemon=True)
         rest.start()
         rest.join(timeout)
-        return not rest.is_alive()
+        return not rest.is_alive() and self._all_over()
+
+    def _all_over(self) -> bool:
+        return all(load.all_sent or load.given_up for load in list(self._loads.values()))
 
     def verified_by(self, agreement: Agreement) -> Agreement:
         """The same, with what has been loaded so far in the state that must not differ."""
@@ -334,7 +371,8 @@ class Exchange(ABC):
         _logger.error("%s; nothing more is exchanged", why)
         load.fail(why)
         self._dead = f"exchange: ended by an earlier error: {why}"
-        for other in self._loads.values():
+        # A copy: the thread of a side stream comes here without the lock.
+        for other in list(self._loads.values()):
             if not other.all_sent:
                 other.fail(self._dead)
 

@@ -11,11 +11,12 @@ class ForwardStreamExchange(Exchange):
     """Enqueued by the thread that launches the forward, on the forward's own stream.
 
     `wait(l)` first enqueues every unsent layer up to `l`, once and in order, on the stream that
-    `set_consumer` found current. What a forward leaves is sent when the next consumer is set, when
-    the load's gate slot is needed, and by `flush`: all of them calls that every rank makes alike.
+    `set_consumer` found current; another stream that waits is ordered behind that one. What a
+    forward leaves is sent when the next consumer is set, when the load's gate slot is needed, and
+    by `flush`: all of them calls that every rank makes alike.
     """
 
-    # The forward's stream, from `set_consumer` on; and the load it waits for.
+    # Of all exchanges: the forward's, from `set_consumer` on. And the load it waits for.
     _stream: Stream | None = None
     _consumer = -1
 
@@ -32,21 +33,24 @@ class ForwardStreamExchange(Exchange):
             self._consumer = burst
             self._flush([load for load in self._loads.values() if load.id < burst])
 
+    def consume(self, burst: int) -> None:
+        with self._lock:
+            if burst != self._consumer:
+                self.set_consumer(burst)
+
     def _wait(self, load: ExchangedLoad, layer: int, stream: Stream) -> None:
         if load.id != self._consumer or self._stream is None:
             raise BurstError(
                 f"load {load.id}: no forward consumes it (the consumer is {self._consumer}), call "
                 "set_consumer on the forward's stream first"
             )
-        if stream.handle != self._stream.handle:
-            raise BurstError(
-                f"load {load.id}: layer {layer} is waited for on stream {stream.handle}, but is "
-                f"exchanged on {self._stream.handle}, which set_consumer found current"
-            )
-        self._send_through(load, layer, stream)
+        self._send_through(load, layer, self._stream)
         if load.burst.error is not None:
             # Whoever is told ends its forward here. The other ranks go on to ask for the rest.
-            self._send_through(load, self.num_layers - 1, stream)
+            self._send_through(load, self.num_layers - 1, self._stream)
+        if stream.handle != self._stream.handle:
+            # Such as that of an indexer, which writes its keys beside the forward.
+            stream.wait_stream(self._stream)
         if load.all_sent and not self.channel.on_stream:
             load.synchronize()
 
@@ -62,6 +66,7 @@ class ForwardStreamExchange(Exchange):
             self._finish(load, stream)
 
     def _flush(self, loads: Sequence[ExchangedLoad]) -> None:
-        stream = self.device.current_stream() if self._stream is None else self._stream
         for load in loads:
-            self._send_through(load, self.num_layers - 1, stream)
+            if self._stream is None:  # The first forward's must be behind it.
+                self._stream = self.device.current_stream()
+            self._send_through(load, self.num_layers - 1, self._stream)

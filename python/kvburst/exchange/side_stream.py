@@ -33,12 +33,21 @@ class SideStreamExchange(Exchange):
             if self._thread is None:
                 self._thread = _SideThread()
                 weakref.finalize(self, self._thread.close)
-            self._thread.submit(lambda: self._send(load, self.device.current_stream()))
+            self._thread.submit(lambda: self._send_apart(load))
             return
         if self._stream is None:
             self._stream = self.device.new_stream()
         self._send(load, self._stream)
         self._finish(load, self._stream)
+
+    def _send_apart(self, load: ExchangedLoad) -> None:
+        """On the thread that plays the stream, whose end somebody may be waiting for."""
+        try:
+            self._send(load, self.device.current_stream())
+        except Exception as error:
+            self._die(load, f"load {load.id}: {error!r}")
+            assert self._thread is not None
+            self._thread.progressed()
 
     def _send(self, load: ExchangedLoad, stream: Stream) -> None:
         """On the thread that plays the stream, or on the one that enqueues."""

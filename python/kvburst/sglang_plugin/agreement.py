@@ -1,10 +1,11 @@
 """Ranks agree on the acks of SGLang's cache, and on the sizes of its storage queues, through
 kvburst's reducer in place of SGLang's collective."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 from weakref import proxy
 
+import torch
 import torch.distributed as dist
 
 from kvburst.agreement import (
@@ -24,6 +25,13 @@ Counts = tuple[int, int, tuple[int, ...], tuple[Any, ...]]
 names of the pools that the last of these are of."""
 
 
+# A rank without the plugin answers with the next collective of SGLang's own. None of those is as
+# long, so that gloo ends both ranks; with the same length they would go on, a step apart.
+_NUMBERS_A_VOTE = 64
+# Of the sum of two digests: it and its negative are numbers of 64 bits.
+_DIGEST_BITS = (1 << 62) - 1
+
+
 class CacheAgreement:
     """One cache's. Belongs to the scheduler thread; every rank calls the same, at the same step.
 
@@ -34,7 +42,13 @@ class CacheAgreement:
     Raises AgreementError on every rank if one is missing, out of step, or has a failed burst.
     """
 
-    def __init__(self, cache: Any, settings: Settings, counters: Counters) -> None:
+    def __init__(
+        self,
+        cache: Any,
+        settings: Settings,
+        counters: Counters,
+        loaded_digest: Callable[[], int] = lambda: 0,
+    ) -> None:
         # Whoever holds an agreement must not hold its cache.
         self._cache = proxy(cache)
         self._controller = proxy(cache.cache_controller)
@@ -43,7 +57,7 @@ class CacheAgreement:
             groups_of(cache),
             transport=settings.transport or "blocking",
             skip_idle=settings.skip_idle,
-            digest=lambda: int(self._cache.tree_core.write_back_duplicate_reclaim_digest),
+            digest=lambda: (self._decided() + loaded_digest()) & _DIGEST_BITS,
         )
         self._stepping = False
         self._collected = False
@@ -56,6 +70,9 @@ class CacheAgreement:
     @property
     def transport(self) -> str:
         return self._reducer.transport.name
+
+    def _decided(self) -> int:
+        return int(self._cache.tree_core.write_back_duplicate_reclaim_digest)
 
     def spent_us(self) -> float:
         """Microseconds of the scheduler thread since the last call."""
@@ -150,6 +167,14 @@ class CacheAgreement:
         )
 
 
+def minimum(cache: Any, values: Sequence[int]) -> list[int]:
+    """The least of each number over the ranks that hold the same tree: a vote."""
+    tensor = torch.zeros(_NUMBERS_A_VOTE, dtype=torch.int64)
+    tensor[: len(values)] = torch.tensor(list(values))
+    cache._all_reduce_attn_groups(tensor, dist.ReduceOp.MIN)
+    return [int(value) for value in tensor[: len(values)]]
+
+
 def is_done(ack: Any) -> bool:
     """Of one of SGLang's acks, whose burst may have failed."""
     event = ack.finish_event
@@ -174,16 +199,17 @@ def groups_of(cache: Any) -> AgreementGroups:
 
 def ranks_of(cache: Any) -> int:
     """How many hold the same tree."""
-    attention = _size(cache.attn_cp_group) * _size(cache.attn_tp_group)
-    return attention if attention > 1 else _size(cache.tp_group)
+    attention = size_of(cache.attn_cp_group) * size_of(cache.attn_tp_group)
+    return attention if attention > 1 else size_of(cache.tp_group)
 
 
-def _size(group: dist.ProcessGroup | None) -> int:
+def size_of(group: dist.ProcessGroup | None) -> int:
+    """In ranks."""
     return 1 if group is None else dist.get_world_size(group)
 
 
 def _if_several(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
-    return group if _size(group) > 1 else None
+    return group if size_of(group) > 1 else None
 
 
 def _grid(

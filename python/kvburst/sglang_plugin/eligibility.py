@@ -3,9 +3,9 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from kvburst.settings import Settings
+from kvburst.settings import SWITCHES, Settings
 
-FEATURES = ("async_loads", "planned_backups", "one_piece_pools", "agreement")
+FEATURES = ("async_loads", "planned_backups", "one_piece_pools", "rank_shard", "agreement")
 
 LAYOUTS = ("page_first_direct", "layer_first")
 """Of host pools in which a page of a layer is contiguous."""
@@ -35,6 +35,8 @@ class Facts:
     """That hold the same tree."""
     stages: int
     """Of the pipeline."""
+    not_shared: tuple[str, ...] = ()
+    """Why its ranks do not share their host tier, although that is asked for."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +51,14 @@ Verdicts = Mapping[str, Verdict]
 
 
 def decide(settings: Settings, facts: Facts) -> Verdicts:
-    """The verdict on each feature, on this rank."""
+    """The verdict on each feature, on this rank.
+
+    What only a shared tier asks for is on only where there is one.
+    """
+    shard = SWITCHES["rank_shard"]
+    shared = _verdict(settings.shared_tier, shard, settings.rank_shard, facts, facts.not_shared)
+    if not shared.on:
+        settings = settings.without({shard})
     copies = _copy_reasons(facts)
     return {
         "async_loads": _verdict(
@@ -73,6 +82,7 @@ def decide(settings: Settings, facts: Facts) -> Verdicts:
             facts,
             () if facts.one_piece_pools else ("no device pool was allocated that way",),
         ),
+        "rank_shard": shared,
         "agreement": _verdict(
             settings.transport is not None,
             "SGLANG_ENABLE_HICACHE_ASYNC_ACK_SYNC",

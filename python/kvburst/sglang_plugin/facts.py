@@ -8,7 +8,12 @@ from kvburst.sglang_plugin.agreement import ranks_of
 from kvburst.sglang_plugin.eligibility import Facts
 
 
-def gather(cache: Any, sglang_knows: frozenset[str], one_piece_pools: int) -> Facts:
+def gather(
+    cache: Any,
+    sglang_knows: frozenset[str],
+    one_piece_pools: int,
+    not_shared: tuple[str, ...] = (),
+) -> Facts:
     """Of a cache with HiCache on it, before its pools are described."""
     controller = cache.cache_controller
     allocator = controller.mem_pool_device_allocator
@@ -29,6 +34,7 @@ def gather(cache: Any, sglang_knows: frozenset[str], one_piece_pools: int) -> Fa
         one_piece_pools=one_piece_pools,
         ranks=ranks_of(cache),
         stages=cache.pp_size,
+        not_shared=not_shared,
     )
 
 

@@ -18,6 +18,7 @@ from kvburst.sglang_plugin.layer_done import BurstLayers
 from kvburst.sglang_plugin.one_piece_pools import OnePiecePools
 from kvburst.sglang_plugin.operations import FinishEvent, Operation, StartEvent
 from kvburst.sglang_plugin.plugin import Attachment, Plugin
+from kvburst.sglang_plugin.rank_shard import RankSharding
 from kvburst.sglang_plugin.steps import Steps
 from kvburst.sglang_plugin.targets import Target
 from kvburst.sglang_plugin.transfers import Direction
@@ -35,7 +36,11 @@ def hooks_of(plugin: Plugin) -> list[Hook]:
     """All that the settings need."""
     settings = plugin.settings
     copies = _Copies(plugin)
-    hooks = [Hook(targets.ATTACH, HookType.AFTER, copies.attach)]
+    hooks = (
+        _sharing(plugin)
+        if settings.shared_tier
+        else [Hook(targets.ATTACH, HookType.AFTER, copies.attach)]
+    )
     if settings.async_loads or settings.planned_backups:
         guard = lifecycle.Guard(plugin)
         hooks += [
@@ -70,6 +75,24 @@ def hooks_of(plugin: Plugin) -> list[Hook]:
             Hook(targets.MHA_BUFFERS, HookType.AROUND, pools.mha),
             Hook(targets.INDEX_BUFFERS, HookType.AROUND, pools.index_k),
         ]
+    return hooks
+
+
+def _sharing(plugin: Plugin) -> list[Hook]:
+    sharding = RankSharding(plugin)
+    hooks = [
+        Hook(targets.ATTACH, HookType.AROUND, sharding.init_hicache),
+        Hook(targets.BUILD_MLA, HookType.AROUND, sharding.build_mla),
+        Hook(targets.BUILD_INDEX, HookType.AROUND, sharding.build_index),
+        Hook(targets.CHECK, HookType.BEFORE, sharding.step),
+        Hook(targets.SET_CONSUMER, HookType.AFTER, sharding.set_consumer),
+        Hook(targets.EMBEDDING, HookType.BEFORE, sharding.embedding),
+        Hook(targets.ADD_POOL, HookType.BEFORE, sharding.add_pool),
+        Hook(targets.ATTACH_STORAGE, HookType.BEFORE, sharding.attach_storage),
+        Hook(targets.ATTACH_CACHE_STORAGE, HookType.AROUND, sharding.attach_storage_to_cache),
+    ]
+    if plugin.settings.exchange == "side_stream":
+        hooks.append(Hook(targets.RUN_BATCH, HookType.BEFORE, sharding.run_batch))
     return hooks
 
 

@@ -49,6 +49,12 @@ class BurstLayers:
 
     # What the plugin uses.
 
+    @property
+    def load(self) -> int:
+        """The number of the burst that the slot stands for; negative: of none."""
+        parts = () if self._operation is None else self._operation.parts
+        return parts[0].burst.id if parts else -1
+
     def carry(self, operation: Operation | None) -> None:
         """The slot stands for this load now; None: for one of SGLang's own."""
         self._operation = operation

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 
 from kvburst._core import Burst, BurstError, LayerGate, Stream
+from kvburst.exchange.exchange import Exchange
+from kvburst.exchange.load import ExchangedLoad
 from kvburst.sglang_plugin.devices import TransferDevice, stream_of, torch_stream
 from kvburst.sglang_plugin.ranges import Ranges, no_range
 from kvburst.sglang_plugin.status import Counters
@@ -25,6 +27,30 @@ class Part:
     gate: LayerGate | None = None
     last_layers: tuple[int | None, ...] = ()
     """By transfer layer, the layer of the gate that stands for all up to it."""
+    exchange: Exchange | None = None
+    """Where it is waited for instead, if other ranks keep some of its layers."""
+    exchanged: ExchangedLoad | None = None
+
+    @property
+    def moved(self) -> Burst | ExchangedLoad:
+        """What has all of it in place when it is done."""
+        return self.burst if self.exchanged is None else self.exchanged
+
+    def elapsed_ms(self, end: "Part") -> float:
+        """From the first copy of this one to all of `end`."""
+        if self.exchanged is not None and end.exchanged is not None:
+            return self.exchanged.start_event.elapsed_time(end.exchanged.finish_event)
+        return self.burst.start_event.elapsed_time(end.burst.finish_event)
+
+    def wait_for_layer(self, layer: int, stream: Stream | None) -> None:
+        """Order `stream` behind this transfer layer and all before it."""
+        if self.exchange is not None:
+            self.exchange.consume(self.burst.id)
+            self.exchange.wait(self.burst.id, layer, stream)
+        elif self.gate is not None:
+            last = self.last_layers[layer]
+            if last is not None:
+                self.gate.wait(self.burst.id, last, stream)
 
 
 class Operation:
@@ -42,13 +68,13 @@ class Operation:
         counters: Counters,
         kept: Sequence[torch.Tensor] = (),
         *,
-        behind: Sequence[Burst] = (),
+        behind: Sequence[Burst | ExchangedLoad] = (),
         caller_us: float = 0.0,
         ranges: Ranges = no_range,
     ) -> None:
         self.parts = tuple(parts)
         # SGLang copies on one stream a direction: what is done there has all before it done too.
-        self.bursts = (*behind, *(part.burst for part in self.parts))
+        self.bursts = (*behind, *(part.moved for part in self.parts))
         self._device = device
         self._counters = counters
         # Index tensors in device memory, which the issuer reads.
@@ -66,7 +92,7 @@ class Operation:
     def failure(self) -> str | None:
         """Of its bursts, the first one's that has failed; the log has it by then."""
         for part in self.parts:
-            error = part.burst.error
+            error = part.moved.error
             if error is not None:
                 self.failed(error)
                 return error
@@ -78,7 +104,7 @@ class Operation:
         return [
             BurstStats.of(part.burst, part.gate, caller_us, 0.0)
             for part in self.parts
-            if part.burst.error is None
+            if part.moved.error is None
         ]
 
     def failed(self, error: str) -> None:
@@ -93,9 +119,7 @@ class Operation:
         try:
             with self._ranges("wait for a layer"):
                 for part in self.parts:
-                    last = part.last_layers[layer] if part.gate is not None else None
-                    if part.gate is not None and last is not None:
-                        part.gate.wait(part.burst.id, last, self.consumer())
+                    part.wait_for_layer(layer, self.consumer())
         except BurstError as error:
             self.failed(str(error))
             raise
@@ -130,7 +154,7 @@ class StartEvent:
         """Milliseconds from here to `end`, of the burst that took longest."""
         return max(
             (
-                part.burst.start_event.elapsed_time(other.burst.finish_event)
+                part.elapsed_ms(other)
                 for part, other in zip(self.operation.parts, end.operation.parts, strict=True)
             ),
             default=0.0,

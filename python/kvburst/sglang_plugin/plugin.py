@@ -10,25 +10,23 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from kvburst._core import KVBurstError, __version__
+from kvburst._core import KVBurstError, LayoutError, __version__
 from kvburst.agreement import AgreementError
 from kvburst.settings import Settings
 from kvburst.sglang_plugin import devices
-from kvburst.sglang_plugin.agreement import CacheAgreement
+from kvburst.sglang_plugin.agreement import CacheAgreement, minimum
 from kvburst.sglang_plugin.eligibility import Verdict, Verdicts, agree, decide
 from kvburst.sglang_plugin.facts import gather, rides_on
 from kvburst.sglang_plugin.layer_done import BurstLayers
 from kvburst.sglang_plugin.metrics import Metrics, is_available
 from kvburst.sglang_plugin.pools import spaces_of
 from kvburst.sglang_plugin.ranges import Ranges, new_ranges
+from kvburst.sglang_plugin.shard_decision import Sharing, rank_shard
+from kvburst.sglang_plugin.shard_pools import UNSET, ShardedPools
 from kvburst.sglang_plugin.status import Counters, Status, all_off
 from kvburst.sglang_plugin.transfers import Direction, Plans, Transfers
 
 logger = logging.getLogger("kvburst")
-
-# A rank without the plugin answers with the next collective of SGLang's own. None of those is as
-# long, so that gloo ends both ranks; with the same length they would go on, a step apart.
-_NUMBERS_A_VOTE = 64
 
 
 @dataclass
@@ -70,6 +68,7 @@ class Plugin:
     # By SGLang's object: it goes when that does.
     _by_engine: WeakKeyDictionary[Any, Attachment] = field(default_factory=WeakKeyDictionary)
     _by_group: WeakKeyDictionary[Any, Attachment] = field(default_factory=WeakKeyDictionary)
+    _by_counter: WeakKeyDictionary[Any, Attachment] = field(default_factory=WeakKeyDictionary)
     _agreements: WeakKeyDictionary[Any, CacheAgreement] = field(default_factory=WeakKeyDictionary)
     _transport: str = ""
 
@@ -88,6 +87,14 @@ class Plugin:
 
     def of_group(self, group: Any) -> Attachment | None:
         return None if self.disabled else self._by_group.get(group)
+
+    def transfers_of(self, counter: Any) -> Transfers | None:
+        """By the ``LayerDoneCounter``; None: of no cache."""
+        attachment = None if self.disabled or counter is None else self._by_counter.get(counter)
+        return None if attachment is None else attachment.transfers
+
+    def all_transfers(self) -> list[Transfers]:
+        return [attachment.transfers for attachment in self._by_engine.values()]
 
     def agreement_of(self, cache: Any) -> CacheAgreement | None:
         return None if self.disabled else self._agreements.get(cache)
@@ -116,21 +123,25 @@ class Plugin:
         for attachment in self._by_engine.values():
             attachment.transfers.drain()
 
-    def attach(self, cache: Any) -> None:
+    def attach(self, cache: Any, sharing: Sharing | None = None) -> None:
         """Take over the transfers of a cache whose pools are complete, where all ranks can.
 
-        A collective: every rank attaches its cache here, and with the same result.
+        A collective: every rank attaches its cache here, and with the same result. Raises
+        KVBurstError where the host tier is shared already and this rank cannot take part after all:
+        SGLang's own copies would not know what to do with it.
         """
         controller = cache.cache_controller
         if self.disabled or controller is None:
             return
         if self.metrics is None and cache.metrics_collector is not None and is_available():
             self.metrics = Metrics(cache.metrics_collector.labels)
-        transfers, local = self._prepare(cache)
+        transfers, local = self._prepare(cache, sharing)
         if cache.tp_world_size > 1:
             logger.info("agreeing on features; every rank must have kvburst and its variables")
-        self.features = agree(local, partial(_minimum, cache))
+        self.features = agree(local, partial(minimum, cache))
         directions = _directions(self.features)
+        if transfers is not None and transfers.shared and len(directions) < 2:
+            raise _too_late(_in_words(self.features))
         if transfers is not None and directions:
             transfers.keep(directions)
             attachment = Attachment(transfers)
@@ -140,18 +151,25 @@ class Plugin:
                 # In the counter that is there: by now it is registered with pools and workers.
                 counter = controller.layer_done_counter
                 counter.events = [BurstLayers(event) for event in counter.events]
-        agreement = self._agreement(cache)
+                self._by_counter[counter] = attachment
+        agreement = self._agreement(cache, transfers)
         self._transport = "" if agreement is None else agreement.transport
         if agreement is not None:
             self._agreements[cache] = agreement
         self._say(transfers)
 
-    def _agreement(self, cache: Any) -> CacheAgreement | None:
+    def _agreement(self, cache: Any, transfers: Transfers | None) -> CacheAgreement | None:
         """How the ranks of a cache agree; None, on all of them: as SGLang does."""
         if not self.features["agreement"].on:
             return None
         try:
-            agreement = CacheAgreement(cache, self.settings, self.counters)
+            exchange = None if transfers is None else transfers.exchange
+            agreement = CacheAgreement(
+                cache,
+                self.settings,
+                self.counters,
+                (lambda: 0) if exchange is None else (lambda: exchange.loaded_digest),
+            )
         except AgreementError as error:
             self._leave_agreement(str(error))
             return None
@@ -167,11 +185,19 @@ class Plugin:
     def _leave_agreement(self, reason: str) -> None:
         self.features = {**self.features, "agreement": Verdict(False, (reason,))}
 
-    def _prepare(self, cache: Any) -> tuple[Transfers | None, Verdicts]:
+    def _prepare(self, cache: Any, sharing: Sharing | None) -> tuple[Transfers | None, Verdicts]:
         """What this rank could do, and all that it takes: after the agreement nothing may fail."""
-        facts = gather(cache, self.sglang_knows, self.one_piece_pools)
+        not_shared = () if sharing is None else sharing.reasons
+        facts = gather(cache, self.sglang_knows, self.one_piece_pools, not_shared)
         verdicts = decide(self.settings, facts)
         directions = _directions(verdicts)
+        if sharing is not None and sharing.pools is not None:
+            if len(directions) < 2:
+                raise _too_late(_in_words(verdicts))
+            try:
+                return self._transfers(cache, directions, sharing.pools), verdicts
+            except KVBurstError as error:
+                raise _too_late(str(error)) from error
         if not directions:
             return None, verdicts
         try:
@@ -183,11 +209,14 @@ class Plugin:
             refused = f"its pools cannot be described: {error!r}"
         return None, decide(self.settings, replace(facts, pools_refused=refused))
 
-    def _transfers(self, cache: Any, directions: Sequence[Direction]) -> Transfers:
+    def _transfers(
+        self, cache: Any, directions: Sequence[Direction], pools: ShardedPools | None = None
+    ) -> Transfers:
         controller = cache.cache_controller
         device = devices.new_device(torch.device(controller.mem_pool_device.device))
         layers = controller.transfer_layer_id_max
-        spaces = spaces_of(controller.mem_pool_host.entries, rides_on(cache), layers)
+        describe = None if pools is None else pools.describe
+        spaces = spaces_of(controller.mem_pool_host.entries, rides_on(cache), layers, describe)
         plans = Plans(
             gate_slots=controller.layer_done_counter.num_counters,
             transfer_layers=layers,
@@ -201,12 +230,14 @@ class Plugin:
             self.counters,
             self.ranges,
             measured=self.metrics is not None,
+            shard=None if pools is None else rank_shard(cache, pools, self.settings),
+            log_every=self.settings.rank_shard_log_every or 0,
         )
 
     def _say(self, transfers: Transfers | None) -> None:
         if torch.distributed.is_initialized() and torch.distributed.get_rank() > 0:
             return
-        features = "; ".join(_told(name, verdict) for name, verdict in self.features.items())
+        features = _in_words(self.features)
         if self._transport:
             features += f" ({self._transport})"
         pools = transfers.pool_names if transfers is not None else ()
@@ -225,13 +256,14 @@ def _directions(verdicts: Verdicts) -> list[Direction]:
     return [direction for feature, direction in wanted if verdicts[feature].on]
 
 
-def _told(name: str, verdict: Verdict) -> str:
-    return f"{name} on" if verdict.on else f"{name} off: {', '.join(verdict.reasons)}"
+def _in_words(verdicts: Verdicts) -> str:
+    return "; ".join(
+        f"{name} on" if verdict.on else f"{name} off: {', '.join(verdict.reasons)}"
+        for name, verdict in verdicts.items()
+    )
 
 
-def _minimum(cache: Any, values: Sequence[int]) -> list[int]:
-    """Over the ranks that hold the same tree."""
-    tensor = torch.zeros(_NUMBERS_A_VOTE, dtype=torch.int64)
-    tensor[: len(values)] = torch.tensor(list(values))
-    cache._all_reduce_attn_groups(tensor, torch.distributed.ReduceOp.MIN)
-    return [int(value) for value in tensor[: len(values)]]
+def _too_late(why: str) -> LayoutError:
+    return LayoutError(
+        f"the host tier is shared between ranks already, and cannot be served: {why}; {UNSET}"
+    )

@@ -9,7 +9,7 @@ refused.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, cast, get_args
+from typing import Any, TypeAlias, cast, get_args
 
 import torch
 from sglang.srt.mem_cache.pool_host.common import _CUDA_HOST_REGISTERED_RANGES_ATTR
@@ -59,17 +59,18 @@ class Space:
 
 
 @dataclass(frozen=True)
-class _Row:
+class Row:
     """One local layer of a buffer: its host row and its device tensor."""
 
     layer: int
     """The transfer layer that it is loaded with."""
-    row: int
+    row: int | None
+    """None: another rank keeps it."""
     tensor: torch.Tensor
 
 
 @dataclass(frozen=True)
-class _Buffer:
+class Buffer:
     """One host buffer, ``[pages, rows, ...]`` or ``[rows, pages, ...]``, and what it mirrors."""
 
     name: str
@@ -79,19 +80,27 @@ class _Buffer:
     """The tensor that SGLang registered, of which `host` is a part."""
     paged: bool
     """Device tensors are ``[pages, ...]`` and not ``[slots, ...]``."""
-    rows: tuple[_Row, ...]
-    drafts: tuple[_Row, ...]
+    rows: tuple[Row, ...]
+    drafts: tuple[Row, ...]
+
+
+Describe: TypeAlias = Callable[[Any, int], Iterator[Buffer]]
+"""The buffers of an entry with so many transfer layers."""
 
 
 def spaces_of(
-    entries: Sequence[Any], rides_on: dict[str, str], transfer_layers: int
+    entries: Sequence[Any],
+    rides_on: dict[str, str],
+    transfer_layers: int,
+    describe: Describe | None = None,
 ) -> tuple[Space, ...]:
     """The pools of a host pool group, by whose pages they move.
 
-    ``rides_on``: for pools that move the pages of another, its name. Raises LayoutError, or
+    ``rides_on``: for pools that move the pages of another, its name. ``describe``: another way than
+    that of the host pool's class. Raises LayoutError, or
     UnsupportedPoolError, which is one, naming the pool and what is against it.
     """
-    by_name = {_name(entry): entry for entry in entries}
+    by_name = {name_of(entry): entry for entry in entries}
     for name, entry in by_name.items():
         for other, earlier in by_name.items():
             if other != name and earlier.host_pool is entry.host_pool:
@@ -106,43 +115,46 @@ def spaces_of(
                     f"pool {name!r} moves the pages of {source!r}, which has none of its own"
                 )
             groups[source].append(by_name[name])
-    return tuple(_space(name, members, transfer_layers) for name, members in groups.items())
+    describe = _buffers if describe is None else describe
+    return tuple(
+        _space(name, members, transfer_layers, describe) for name, members in groups.items()
+    )
 
 
-def _space(name: str, entries: Sequence[Any], transfer_layers: int) -> Space:
+def _space(name: str, entries: Sequence[Any], transfer_layers: int, describe: Describe) -> Space:
     page_size = entries[0].host_pool.page_size
     pools: list[Pool] = []
     members: list[Member] = []
     for entry in entries:
         if entry.host_pool.page_size != page_size:
             raise UnsupportedPoolError(
-                f"pool {_name(entry)!r}: page_size {entry.host_pool.page_size} must be"
+                f"pool {name_of(entry)!r}: page_size {entry.host_pool.page_size} must be"
                 f" {page_size}, that of pool {name!r}, whose pages it moves"
             )
         members.append(Member(entry.host_pool, entry.device_pool, False))
         members += [
             Member(entry.host_pool, draft, True) for draft in entry.packed_draft_device_pools
         ]
-        for buffer in _buffers(entry, transfer_layers):
+        for buffer in describe(entry, transfer_layers):
             pools += _pools(buffer, page_size)
     return Space(name, page_size, tuple(pools), tuple(members))
 
 
-def _name(entry: Any) -> str:
+def name_of(entry: Any) -> str:
     return str(entry.name.value)
 
 
-def _buffers(entry: Any, transfer_layers: int) -> Iterator[_Buffer]:
+def _buffers(entry: Any, transfer_layers: int) -> Iterator[Buffer]:
     host = entry.host_pool
     describe = _DESCRIPTIONS.get(type(host))
     if describe is None:
-        raise UnsupportedPoolError(f"pool {_name(entry)!r}: {type(host).__name__} is not known")
+        raise UnsupportedPoolError(f"pool {name_of(entry)!r}: {type(host).__name__} is not known")
     for pool in (entry.device_pool, *entry.packed_draft_device_pools):
         # Pools of recurrent state have no such attribute.
         if getattr(pool, "host_transfer_translate", None) is not None:
-            raise UnsupportedPoolError(f"pool {_name(entry)!r}: its slots are virtual")
+            raise UnsupportedPoolError(f"pool {name_of(entry)!r}: its slots are virtual")
         if getattr(pool, "layer_shard_enabled", False):
-            raise UnsupportedPoolError(f"pool {_name(entry)!r}: its layers are spread over ranks")
+            raise UnsupportedPoolError(f"pool {name_of(entry)!r}: its layers are spread over ranks")
     return describe(entry, transfer_layers)
 
 
@@ -161,7 +173,7 @@ def _draft_layers(entry: Any, transfer_layers: int) -> list[tuple[int, int, int]
     for depth in range(len(entry.packed_draft_device_pools)):
         local = entry.layer_mapper(transfer_layers + depth)
         if local is None:
-            raise UnsupportedPoolError(f"pool {_name(entry)!r}: draft {depth} is never loaded")
+            raise UnsupportedPoolError(f"pool {name_of(entry)!r}: draft {depth} is never loaded")
         drafts.append((depth, min(depth, transfer_layers - 1), local))
     return drafts
 
@@ -174,29 +186,29 @@ def _kv_buffer(
     transfer_layers: int,
     row_of: Callable[[int], int | None],
     tensor_of: Callable[[int], torch.Tensor],
-) -> _Buffer:
+) -> Buffer:
     """Of slots, with host rows and device tensors by local layer, drafts included."""
     rows = []
     for layer, local in _local_layers(entry, transfer_layers):
         row = row_of(local)
         if row is not None:
-            rows.append(_Row(layer, row, tensor_of(local)))
+            rows.append(Row(layer, row, tensor_of(local)))
     drafts = []
     for depth, layer, local in _draft_layers(entry, transfer_layers):
         row = row_of(local)
         if row is None:
             raise UnsupportedPoolError(f"pool {name!r}: draft {depth} has no host row")
-        drafts.append(_Row(layer, row, tensor_of(local)))
-    return _Buffer(name, _layout(entry), host, registered, False, tuple(rows), tuple(drafts))
+        drafts.append(Row(layer, row, tensor_of(local)))
+    return Buffer(name, layout_of(entry), host, registered, False, tuple(rows), tuple(drafts))
 
 
-def _mla(entry: Any, transfer_layers: int) -> Iterator[_Buffer]:
+def _mla(entry: Any, transfer_layers: int) -> Iterator[Buffer]:
     host = entry.host_pool
     _check_physical(entry)
     yield _kv_buffer(
         entry,
-        _name(entry),
-        _by_page(host, host.kv_buffer),
+        name_of(entry),
+        by_page(host, host.kv_buffer),
         host.kv_buffer,
         transfer_layers,
         host._host_layer_by_controller.get,
@@ -204,7 +216,7 @@ def _mla(entry: Any, transfer_layers: int) -> Iterator[_Buffer]:
     )
 
 
-def _mha(entry: Any, transfer_layers: int) -> Iterator[_Buffer]:
+def _mha(entry: Any, transfer_layers: int) -> Iterator[Buffer]:
     host = entry.host_pool
     _check_physical(entry)
     separate = isinstance(host.kv_buffer, tuple)
@@ -214,8 +226,8 @@ def _mha(entry: Any, transfer_layers: int) -> Iterator[_Buffer]:
     ):
         yield _kv_buffer(
             entry,
-            f"{_name(entry)}.{part}",
-            _by_page(host, buffer),
+            f"{name_of(entry)}.{part}",
+            by_page(host, buffer),
             buffer if separate else host.kv_buffer,
             transfer_layers,
             lambda local: local if 0 <= local < host.layer_num else None,
@@ -223,24 +235,24 @@ def _mha(entry: Any, transfer_layers: int) -> Iterator[_Buffer]:
         )
 
 
-def _index_k(entry: Any, transfer_layers: int) -> Iterator[_Buffer]:
+def _index_k(entry: Any, transfer_layers: int) -> Iterator[Buffer]:
     host = entry.host_pool
     rows = tuple(
-        _Row(layer, host._device_to_host_layer[local], buffer)
+        Row(layer, host._device_to_host_layer[local], buffer)
         for layer, local in _local_layers(entry, transfer_layers)
         if local in host._device_to_host_layer
         for buffer in [entry.device_pool.index_k_with_scale_buffer[local]]
     )
     drafts = tuple(
-        _Row(layer, host._draft_host_layer(local), pool.index_k_with_scale_buffer[0])
+        Row(layer, host._draft_host_layer(local), pool.index_k_with_scale_buffer[0])
         for depth, layer, local in _draft_layers(entry, transfer_layers)
         for pool in [entry.packed_draft_device_pools[depth]]
     )
     buffer = host.index_k_with_scale_buffer
-    yield _Buffer(_name(entry), _layout(entry), buffer, buffer, True, rows, drafts)
+    yield Buffer(name_of(entry), layout_of(entry), buffer, buffer, True, rows, drafts)
 
 
-def _state(entry: Any, transfer_layers: int) -> Iterator[_Buffer]:
+def _state(entry: Any, transfer_layers: int) -> Iterator[Buffer]:
     """Recurrent state: a page is one request's, and side state comes with its first layer.
 
     A page of one slot lies alike in both page-first layouts.
@@ -255,31 +267,31 @@ def _state(entry: Any, transfer_layers: int) -> Iterator[_Buffer]:
     if host.temporal_state_elem_size > 0:
         buffers.insert(0, ("temporal", host.temporal_buffer, host.temporal_device_layers))
     for part, buffer, tensors in buffers:
-        yield _Buffer(
-            f"{_name(entry)}.{part}",
+        yield Buffer(
+            f"{name_of(entry)}.{part}",
             "page_first_direct",
             buffer,
             buffer,
             False,
-            tuple(_Row(layer, local, tensors[local]) for layer, local in layers),
-            tuple(_Row(layer, local, tensors[local]) for _, layer, local in drafts),
+            tuple(Row(layer, local, tensors[local]) for layer, local in layers),
+            tuple(Row(layer, local, tensors[local]) for _, layer, local in drafts),
         )
     first = [layer for layer, local in layers if local == 0]
     for i, (state, buffer) in enumerate(
         zip(host.slot_state_device_tensors, host.slot_state_buffers, strict=True)
     ):
-        yield _Buffer(
-            f"{_name(entry)}.side{i}",
+        yield Buffer(
+            f"{name_of(entry)}.side{i}",
             "page_first_direct",
             buffer.view(buffer.shape[0], 1, -1),
             buffer,
             False,
-            tuple(_Row(layer, 0, state) for layer in first),
+            tuple(Row(layer, 0, state) for layer in first),
             (),
         )
 
 
-_DESCRIPTIONS: dict[type[Any], Callable[[Any, int], Iterator[_Buffer]]] = {
+_DESCRIPTIONS: dict[type[Any], Describe] = {
     MLATokenToKVPoolHost: _mla,
     MHATokenToKVPoolHost: _mha,
     AsymmetricMHATokenToKVPoolHost: _mha,
@@ -291,34 +303,37 @@ _DESCRIPTIONS: dict[type[Any], Callable[[Any, int], Iterator[_Buffer]]] = {
 def _check_physical(entry: Any) -> None:
     host = entry.host_pool
     if host.dcp_size != 1:
-        raise UnsupportedPoolError(f"pool {_name(entry)!r}: its slots are spread over ranks (DCP)")
+        raise UnsupportedPoolError(
+            f"pool {name_of(entry)!r}: its slots are spread over ranks (DCP)"
+        )
     if not host.device_rows_packed:
-        raise UnsupportedPoolError(f"pool {_name(entry)!r}: its device rows are not packed")
+        raise UnsupportedPoolError(f"pool {name_of(entry)!r}: its device rows are not packed")
     if host.kv_buffer is None:
-        raise UnsupportedPoolError(f"pool {_name(entry)!r}: it has no host buffer")
+        raise UnsupportedPoolError(f"pool {name_of(entry)!r}: it has no host buffer")
 
 
-def _layout(entry: Any) -> HostLayout:
+def layout_of(entry: Any) -> HostLayout:
     layout = entry.host_pool.layout
     if layout not in get_args(HostLayout):
         raise UnsupportedPoolError(
-            f"pool {_name(entry)!r}: host layout {layout!r} must be"
+            f"pool {name_of(entry)!r}: host layout {layout!r} must be"
             f" {' or '.join(get_args(HostLayout))}"
         )
     return cast(HostLayout, layout)
 
 
-def _by_page(host: Any, buffer: torch.Tensor) -> torch.Tensor:
+def by_page(host: Any, buffer: torch.Tensor) -> torch.Tensor:
     """A token-major layer-first buffer ``[rows, slots, ...]`` as ``[rows, pages, ...]``."""
     if host.layout != "layer_first":
         return buffer
     return buffer.view(buffer.shape[0], buffer.shape[1] // host.page_size, -1)
 
 
-def _pools(buffer: _Buffer, page_size: int) -> list[Pool]:
+def _pools(buffer: Buffer, page_size: int) -> list[Pool]:
     """One pool of the target's layers, and one for each draft, which shares a transfer layer."""
     host_rows = buffer.host.shape[0 if buffer.layout == "layer_first" else 1]
-    covered = sorted(row.row for row in (*buffer.rows, *buffer.drafts))
+    rows = (row.row for row in (*buffer.rows, *buffer.drafts))
+    covered = sorted(row for row in rows if row is not None)
     if covered != list(range(host_rows)):
         raise UnsupportedPoolError(
             f"pool {buffer.name!r}: loads move host rows {covered}, backups all of {host_rows}"
@@ -328,7 +343,7 @@ def _pools(buffer: _Buffer, page_size: int) -> list[Pool]:
     return [_pool(buffer, name, rows, page_size) for name, rows in parts]
 
 
-def _pool(buffer: _Buffer, name: str, rows: tuple[_Row, ...], page_size: int) -> Pool:
+def _pool(buffer: Buffer, name: str, rows: tuple[Row, ...], page_size: int) -> Pool:
     layers = [row.layer for row in rows]
     tensors = [row.tensor for row in rows]
     if buffer.paged:

@@ -17,6 +17,8 @@ _ENGINE = "sglang.srt.mem_cache.l2_transfer.L2TransferEngine"
 _GROUP = "sglang.srt.mem_cache.pool_host.group.HostPoolGroup"
 _UPDATER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
 _POOLS = "sglang.srt.mem_cache.memory_pool"
+_HOST_POOLS = "sglang.srt.mem_cache.pool_host"
+_MANAGERS = "sglang.srt.managers"
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,27 @@ RELEASE_MEMORY = Target(f"{_UPDATER}.release_memory_occupation", "self, recv_req
 MLA_BUFFERS = Target(f"{_POOLS}.MLATokenToKVPool._create_buffers", "self")
 MHA_BUFFERS = Target(f"{_POOLS}.MHATokenToKVPool._create_buffers_normal", "self")
 INDEX_BUFFERS = Target(f"{_POOLS}.DSATokenToKVPool._create_index_key_cache", "self")
+BUILD_MLA = Target(
+    f"{_HOST_POOLS}.mla.MLATokenToKVPoolHost.__init__",
+    "self, buffer_info, host_to_device_ratio, host_size, page_size, layout, pin_memory=, device=,"
+    " allocator_type=, override_kv_cache_dim=, draft_buffer_infos=, dcp_size=, dcp_rank=, *,"
+    " device_capacity_tokens, start_layer, end_layer, target_layer_num, layer_shard_enabled=,"
+    " pool_label=, host_token_capacity=",
+)
+BUILD_INDEX = Target(
+    f"{_HOST_POOLS}.dsa.DSAIndexerPoolHost.__init__",
+    "self, decl, anchor_host, *, packed_draft_device_pools=, pin_memory=, device=, allocator_type=,"
+    " is_dummy=",
+)
+SET_CONSUMER = Target(f"{_COUNTER}.set_consumer", "self, index")
+EMBEDDING = Target(f"{_MANAGERS}.tp_worker.BaseTpWorker.forward_batch_embedding", "self, batch")
+RUN_BATCH = Target(f"{_MANAGERS}.scheduler.Scheduler.run_batch", "self, batch, pp_proxy_tensors=")
+ADD_POOL = Target(f"{_HYBRID}.register_host_pool_entry", "self, entry")
+ATTACH_CACHE_STORAGE = Target(
+    f"{_CACHE}.attach_storage_backend",
+    "self, storage_backend, storage_backend_extra_config_json=, served_model_name=,"
+    " hicache_storage_prefetch_policy=, hicache_write_policy=",
+)
 
 SHAPES = (
     Target(f"{_CACHE}._all_reduce_attn_groups", "self, tensor, op"),
