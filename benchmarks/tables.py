@@ -25,7 +25,7 @@ from kvburst.replay.burst_log import DIRECTIONS, Direction
 
 ROOT = Path(__file__).parent.parent
 RESULTS = Path(__file__).parent / "results"
-FILES = (ROOT / "README.md", ROOT / "docs" / "tuning.md")
+FILES = (ROOT / "README.md", ROOT / "docs" / "sharding.md", ROOT / "docs" / "tuning.md")
 TABLE = re.compile(r"(<!-- table: (?P<name>[\w-]+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
 
 POOL_WORDS = {"kv": "latent KV", "index_k": "index-K"}
@@ -57,8 +57,9 @@ class Results:
 
 
 def newest_results() -> Results:
-    """Of the folders that are named by date and machine."""
-    folders = sorted(folder for folder in RESULTS.iterdir() if folder.is_dir())
+    """Of the folders that are named by date and machine, and hold all benchmarks: that of a GPU
+    has what was asked of it alone."""
+    folders = sorted(file.parent for file in RESULTS.glob("*/replay.json"))
     if not folders:
         raise KVBurstError(f"{RESULTS}: no results")
     return Results(folders[-1])
@@ -85,7 +86,7 @@ def copies_of_a_page(results: Results) -> str:
 def _copies_by_pool(name: str, direction: Direction) -> list[int]:
     shape = geometry(name)
     limits = CopyLimits()
-    layouts = absent_layouts(Wanted(shape, 4, "one-allocation", limits, "h100"))
+    layouts = absent_layouts(Wanted(shape, 4, "one-allocation", "h100"))
     planner = CopyPlanner(layouts, direction=direction, limits=limits)
     pages = BurstPages(layouts, direction=direction, page_size=shape.page_size)
     slots = slots_of(torch.tensor([2]), shape.page_size)
@@ -187,6 +188,36 @@ def layouts(results: Results) -> str:
     return _table(head, rows)
 
 
+def shared_tier_of_a_trace(results: Results) -> str:
+    """Of a whole request trace, by host memory: what is found there, shared and not."""
+    counted: dict[int, dict[str, dict[str, Any]]] = {}
+    for row in results.content("replay_shard")["rows"]:
+        counted.setdefault(row["scenario"]["host_pages"], {})[row["metric"]] = row
+    lines = []
+    for metrics in counted.values():
+        scenario = metrics["host_pages"]["scenario"]
+        cells = [
+            f"{scenario['host_bytes_of_a_rank'] / 1e9:.0f} GB",
+            f"{scenario['host_to_device']:.3g}",
+        ]
+        for metric in ("host_pages", "found_on_host", "prefilled_again"):
+            row = metrics[metric]
+            cells += [f"{row[side]:,}" for side in ("baseline_median", "median")]
+        lines.append((*cells, f"{metrics['prefilled_again']['ratio']:.2f}"))
+    head = (
+        "host memory a rank",
+        "of the device's",
+        "host pages",
+        "shared",
+        "found on the host, pages",
+        "shared",
+        "prefilled again, tokens",
+        "shared",
+        "times fewer",
+    )
+    return _table(head, lines)
+
+
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]], *, bold_last: bool = False) -> str:
     lines = [f"| {' | '.join(head)} |", "|---|" + "---:|" * (len(head) - 1)]
     for at, row in enumerate(rows):
@@ -201,6 +232,7 @@ TABLES: Mapping[str, Callable[[Results], str]] = {
     "copies-of-a-trace": copies_of_a_trace,
     "issue-times": issue_times,
     "layouts": layouts,
+    "shared-tier-of-a-trace": shared_tier_of_a_trace,
 }
 
 

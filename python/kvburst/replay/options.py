@@ -12,11 +12,15 @@ DEFAULT_DEVICE_PAGES = 4096
 DEFAULT_HOST_PAGES = 32768
 DEFAULT_LAYERS = 8
 DEFAULT_PAGE_BYTES = 1024
+# Host pages for each device page, where a shared tier is compared: SGLang's --hicache-ratio, whose
+# default is 2, and what lies around it.
+SHARED_HOST_RATIOS = (1, 2, 4, 8)
 
 # Far above any server, and low enough for all addresses of memory that is not there.
 MAX_PAGES = 1 << 24
 MAX_LAYERS = 1 << 10
 MAX_PAGE_BYTES = 1 << 24
+MAX_RANKS = 1 << 10
 
 
 @dataclass(frozen=True)
