@@ -1,8 +1,11 @@
 """The command line: what it prints, what it writes, and how it ends."""
 
 import json
+import os
+import re
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,6 +17,7 @@ from kvburst.cli import app
 from kvburst.demo import Demo, Tick
 from kvburst.demo_options import DEFAULT_MODELLED_PAGES, DEFAULT_PAGES, DemoOptions
 
+COLOUR = re.compile(r"\x1b\[(?:[\d;]*;)?[349]\d(?:;[\d;]*)?m")
 SMALL = ["demo", "--pages", "2", "--forward", "0"]
 
 
@@ -98,6 +102,7 @@ def test_comparison_shows_the_plain_way_above(tmp_path: Path) -> None:
     files = ("--json", str(file), "--plot", str(picture))
     status, out, err = kvburst(*SMALL, "--compare", "--link", "h100", *files)
     assert status == 0, err
+    assert len(re.findall(r"<!-- hand-over [0-9.]+ ms -->", picture.read_text())) == 2
     for shown in (out, picture.read_text()):
         plain = shown.index("mode inline, groups none, link h100 (simulated)")
         assert plain < shown.index("mode thread, groups ramp, link h100 (simulated)")
@@ -149,7 +154,10 @@ def test_wrong_byte_ends_with_status_1_and_names_the_page(
         (["--geometry", "gpt-2"], "kvburst demo: geometry: 'gpt-2' is unknown; known are "),
         (["--layout", "page_first"], "'page_first' is not one of 'page_first_direct', "),
         (["--groups", "all"], "'all' is not one of 'ramp', 'neighbours', 'none'"),
-        (["--mode", "async"], "'async' is not one of 'thread', 'inline'"),
+        (
+            ["--mode", "async"],
+            "Invalid value for '--mode': 'async' is not one of 'thread', 'inline'",
+        ),
         (["--link", "nvlink"], "'nvlink' is not one of 'none', 'h100', 'h100-batch'"),
         (["--device-pages", "4", "--pages", "2"], "--device-pages: 4 is not above 4"),
         (["--seed", "1.5"], "'1.5' is not a whole number"),
@@ -185,3 +193,100 @@ def test_doctor_prints_and_writes_what_it_found(tmp_path: Path) -> None:
     content = json.loads(file.read_text())
     assert content["kvburst"] == __version__
     assert content["devices"]["host"]["present"] is True
+
+
+def test_quiet_doctor_prints_nothing(tmp_path: Path) -> None:
+    file = tmp_path / "doctor.json"
+    assert kvburst("doctor", "--quiet", "--json", str(file)) == (0, "", "")
+    assert json.loads(file.read_text())["kvburst"] == __version__
+
+
+# --- in a pipe -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        SMALL,
+        ["demo", "--ranks", "2", "--shard", "--pages", "2", "--forward", "0"],
+        ["doctor"],
+        ["replay", "TRACE", "--plan-only"],
+        ["replay", "TRACE", "--plan-only", "--ranks", "2", "--shard"],
+    ],
+    ids=["demo", "demo of ranks", "doctor", "replay", "replay of ranks"],
+)
+def test_pipe_that_nobody_reads_ends_the_command_as_sigpipe_does(
+    tmp_path: Path, arguments: list[str]
+) -> None:
+    trace = tmp_path / "trace.jsonl"
+    request = {"timestamp": 0, "input_length": 600, "output_length": 1, "hash_ids": [1, 2]}
+    trace.write_text(json.dumps(request) + "\n")
+    arguments = [str(trace) if each == "TRACE" else each for each in arguments]
+    reader, writer = os.pipe()
+    os.close(reader)
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "kvburst", *arguments],
+            stdout=writer,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+            timeout=120,
+        )
+    finally:
+        os.close(writer)
+    assert (done.returncode, done.stderr) == (141, "")
+
+
+# --- in a shell ----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def shell(tmp_path: Path) -> Callable[[str], list[str]]:
+    """What bash answers, line by line, where `kvburst` is a command and its completion loaded."""
+    command = tmp_path / "kvburst"
+    command.write_text(f'#!/bin/sh\nexec {sys.executable} -m kvburst "$@"\n')
+    command.chmod(0o755)
+
+    def answer(script: str) -> list[str]:
+        done = subprocess.run(
+            ["bash", "--norc", "-c", f'eval "$(kvburst --show-completion bash)"; {script}'],
+            env={**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"},
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=60,
+        )
+        return done.stdout.split()
+
+    return answer
+
+
+@pytest.mark.parametrize(
+    ("typed", "offered"),
+    [
+        ("kvburst re", ["replay"]),
+        ("kvburst d", ["demo", "doctor"]),
+        ("kvburst demo --geometry mla", ["mla-dsa-78", "mla-dsa-78-full"]),
+        ("kvburst demo --link h", ["h100", "h100-batch"]),
+        ("kvburst replay --pl", ["--plan-only"]),
+    ],
+)
+def test_bash_completes(shell: Callable[[str], list[str]], typed: str, offered: list[str]) -> None:
+    words = typed.split()
+    asked = f"COMP_WORDS=({typed}); COMP_CWORD={len(words) - 1}"
+    assert shell(f'{asked}; _kvburst_completion kvburst; echo "${{COMPREPLY[@]}}"') == offered
+
+
+def test_no_color_prints_no_colours_even_on_a_terminal() -> None:
+    escapes = []
+    for environment in ({}, {"NO_COLOR": "1"}):
+        runner = CliRunner(env={"FORCE_COLOR": "1", **environment})
+        result = runner.invoke(app, [*SMALL])
+        assert result.exit_code == 0
+        escapes.append(
+            len(re.findall(r"\x1b\[(?:[\d;]*;)?(?:3|4|9)\d(?:;[\d;]*)?m", result.stdout))
+        )
+    coloured, plain = escapes
+    assert coloured > 0
+    assert plain == 0

@@ -2,6 +2,9 @@
 
 import io
 import json
+import multiprocessing
+import signal
+from dataclasses import replace
 from math import ceil
 from pathlib import Path
 from typing import Any
@@ -11,11 +14,19 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from kvburst import demo_ranks_report as report
-from kvburst._core import KVBurstError
+from kvburst._core import HostDevice, KVBurstError
 from kvburst.cli import app
 from kvburst.demo import Demo
+from kvburst.demo_flight import new_recorder
 from kvburst.demo_options import DemoOptions
-from kvburst.demo_ranks import RankResult, alone, check_sharding, num_rank_ticks, run_ranks
+from kvburst.demo_ranks import (
+    RankResult,
+    _interrupted_afterwards,
+    alone,
+    check_sharding,
+    num_rank_ticks,
+    run_ranks,
+)
 from kvburst.geometries import geometry
 
 RANKS = 3
@@ -70,6 +81,23 @@ def test_table_has_a_row_for_each_rank_and_the_verdict(ranks: list[RankResult]) 
     assert "…" not in printed
 
 
+def test_times_of_gloo_are_called_no_gpus_in_table_and_picture(ranks: list[RankResult]) -> None:
+    console = Console(file=io.StringIO(), width=80, color_system=None)
+    report.show(ranks, console)
+    assert isinstance(console.file, io.StringIO)
+    printed = " ".join(console.file.getvalue().split())
+    assert "exchanged by gloo on this CPU" in printed
+    assert "copies, waits and overlap are no GPU's" in printed
+    assert f"kvburst demo --ranks {RANKS} --shard --link h100 --forward 16" in printed
+
+    def title(options: DemoOptions) -> str:
+        return new_recorder(options, HostDevice(), rank=0).flight().title
+
+    assert "times of this CPU and of no GPU" in title(OPTIONS)
+    for other in (replace(OPTIONS, link="h100"), alone(OPTIONS)):
+        assert "gloo" not in title(other)
+
+
 def test_modelled_exchange_is_charged_and_said_to_be_simulated() -> None:
     options = DemoOptions(
         geometry="mla-dsa-78", pages=16, ranks=2, shard=True, link="h100", forward=3.0
@@ -103,7 +131,7 @@ def test_byte_that_is_wrong_on_one_rank_is_named_and_is_the_exit_status(
     from dataclasses import replace
 
     broken[1] = replace(ranks[1], result=replace(ranks[1].result, mismatches=(wrong,)))
-    monkeypatch.setattr("kvburst.demo_ranks.run_ranks", lambda options, tick: broken)
+    monkeypatch.setattr("kvburst.demo_ranks.run_ranks", lambda options, tick, record: broken)
     done = CliRunner().invoke(app, ["demo", "--ranks", "3", "--shard", "--quiet"])
     assert done.exit_code == 1
     assert "rank 1 NOT bit-exact" in done.stderr
@@ -142,12 +170,12 @@ def test_layers_that_differ_between_ranks_are_not_shared() -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--shard"], "--shard: --ranks is 1"),
+        (["--shard"], "--shard: needs --ranks of at least 2, it is 1"),
         (["--ranks", "0"], "--ranks: 0 is below 1"),
         (["--ranks", "17"], "--ranks: 17 is above 16"),
         (["--ranks", "2", "--device", "cuda"], "--ranks: 2 run on device host"),
         (["--ranks", "two"], "'two' is not a whole number"),
-        (["--ranks", "2", "--compare"], "--compare, --plot and --timeline: are for one"),
+        (["--ranks", "2", "--compare"], "--compare: is for one rank, --ranks is 2"),
         (["--ranks", "2", "--shard", "--geometry", "llama-3.1-70b"], "not replicated across ranks"),
         (["--ranks", "4", "--pages", "100000000"], "on 4 ranks need"),
     ],
@@ -156,3 +184,32 @@ def test_bad_options_are_refused_before_anything_runs(arguments: list[str], word
     done = CliRunner().invoke(app, ["demo", *arguments])
     assert done.exit_code == 2
     assert words in " ".join(done.stderr.split())
+
+
+# --- Ctrl-C --------------------------------------------------------------------------------------
+
+
+def test_ctrl_c_while_ranks_are_started_is_heard_when_all_are_there() -> None:
+    usual = signal.getsignal(signal.SIGINT)
+    started: list[int] = []
+
+    def start_two() -> None:
+        with _interrupted_afterwards():
+            for rank in range(2):
+                signal.raise_signal(signal.SIGINT)
+                started.append(rank)
+
+    with pytest.raises(KeyboardInterrupt):
+        start_two()
+    assert started == [0, 1]
+    assert signal.getsignal(signal.SIGINT) is usual
+
+
+def test_ctrl_c_later_ends_every_rank() -> None:
+    def interrupt(step: str) -> None:
+        assert len(multiprocessing.active_children()) == 2
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run_ranks(DemoOptions(pages=2, forward=0.0, ranks=2), interrupt)
+    assert multiprocessing.active_children() == []

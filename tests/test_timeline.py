@@ -2,16 +2,18 @@
 
 import json
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from devices import MakeDevice
 from rigs import Mode, Rig, make_rig
+from trace_events import faults
 from typer.testing import CliRunner
 
 from kvburst import BurstController, KVBurstError
+from kvburst.agreement import AckReducer, AgreementError, LonePeers, Pipelined, QueueCounter
 from kvburst.cli import app
 from kvburst.demo import Demo
 from kvburst.demo_options import DemoOptions
@@ -34,59 +36,6 @@ MODES: tuple[Mode, ...] = ("thread", "inline")
 # What two clocks that are read one after the other may differ by, on a machine that does other
 # things meanwhile.
 CLOCK_US = 20_000.0
-
-Events = list[dict[str, Any]]
-
-
-def faults(content: dict[str, Any]) -> Iterator[str]:
-    """What a trace viewer would refuse or show wrongly, by the format's description ("Trace Event
-    Format", JSON object form): nothing if all is well."""
-    events: Events = content["traceEvents"]
-    threads = {(e["pid"], e["tid"]) for e in events if e["name"] == "thread_name"}
-    processes = {e["pid"] for e in events if e["name"] == "process_name"}
-    open_until: dict[tuple[int, int], list[float]] = {}
-    for event in sorted(
-        (e for e in events if e["ph"] != "M"), key=lambda e: (e["ts"], -e.get("dur", 0))
-    ):
-        place = (event["pid"], event["tid"])
-        name = f"{event['ph']} {event['name']!r} at {event['ts']}"
-        if event["ph"] not in "Xistf":
-            yield f"{name}: unknown phase"
-        if event["pid"] not in processes or place not in threads:
-            yield f"{name}: on a thread without a name"
-        if not isinstance(event["ts"], (int, float)) or event["ts"] < 0:
-            yield f"{name}: bad time"
-        if event["ph"] == "i" and event.get("s") != "t":
-            yield f"{name}: a mark of no scope"
-        if event["ph"] != "X":
-            continue
-        if not event.get("dur", -1) >= 0:
-            yield f"{name}: no duration"
-            continue
-        end = event["ts"] + event["dur"]
-        around = open_until.setdefault(place, [])
-        # Times are written to a nanosecond.
-        while around and around[-1] <= event["ts"] + 0.002:
-            around.pop()
-        if around and end > around[-1] + 0.002:
-            yield f"{name}: ends after the span that it began in"
-        around.append(end)
-    yield from _flow_faults(events)
-
-
-def _flow_faults(events: Events) -> Iterator[str]:
-    flows: dict[object, Events] = {}
-    for event in events:
-        if event["ph"] in "stf":
-            flows.setdefault(event["id"], []).append(event)
-    begins = {(e["pid"], e["tid"], e["ts"]) for e in events if e["ph"] in "Xi"}
-    for flow, steps in flows.items():
-        phases = "".join(step["ph"] for step in sorted(steps, key=lambda step: step["ts"]))
-        if phases[0] != "s" or phases[-1] != "f" or set(phases[1:-1]) - {"t"}:
-            yield f"flow {flow!r}: phases {phases}"
-        for step in steps:
-            if (step["pid"], step["tid"], step["ts"]) not in begins:
-                yield f"flow {flow!r}: a step at {step['ts']} where no span begins"
 
 
 def spans(flight: Flight, track: str) -> list[Span]:
@@ -204,6 +153,69 @@ def test_span_of_a_thread_is_kept_although_its_block_raises(make_device: MakeDev
     assert (span.track, span.name, span.details) == (SCHEDULER, "step", {"batch": 3})
 
 
+# --- ranks that agree ----------------------------------------------------------------------------
+
+
+class Alone:
+    """A collective of one rank."""
+
+    def start(self, values: torch.Tensor) -> "Alone":
+        return self
+
+    def wait(self) -> None:
+        pass
+
+
+def test_calls_of_an_agreement_that_take_part_in_a_round_are_spans(
+    make_device: MakeDevice,
+) -> None:
+    recorder = FlightRecorder(make_device())
+    outstanding = True
+    reducer = AckReducer(
+        [QueueCounter("loads", lambda: 2)],
+        Pipelined(Alone()),
+        LonePeers(),
+        idle=lambda: not outstanding,
+        tell=recorder.agreed,
+    )
+    begin = now_us()
+    reducer.collect()  # there is no round yet
+    reducer.issue()
+    reducer.collect()
+    outstanding = False
+    reducer.issue()  # nothing is outstanding: no round
+    reducer.collect()
+    issued, collected = spans(recorder.flight(), AGREEMENT)
+    assert (issued.name, collected.name) == ("issue 1", "collect 2")
+    assert collected.details == {"taken": "2"}
+    assert issued.end_us is not None
+    assert begin <= issued.start_us <= issued.end_us <= collected.start_us
+    assert list(faults(as_trace_events([recorder.flight()]))) == []
+
+
+def test_round_that_ends_in_an_error_is_a_span_too(make_device: MakeDevice) -> None:
+    recorder = FlightRecorder(make_device())
+    left = 2
+    reducer = AckReducer(
+        [QueueCounter("loads", lambda: left)], Pipelined(Alone()), LonePeers(), tell=recorder.agreed
+    )
+    reducer.issue()
+    left = 1
+    with pytest.raises(AgreementError):
+        reducer.collect()
+    assert [span.name for span in spans(recorder.flight(), AGREEMENT)] == ["issue 0", "collect 1"]
+
+
+def test_flight_begins_where_it_is_cleared(make_device: MakeDevice) -> None:
+    recorder = FlightRecorder(make_device(), limit=1)
+    for number in range(3):
+        recorder.add(Span(SCHEDULER, f"step {number}", number, number + 0.5))
+    recorder.clear()
+    recorder.add(Span(SCHEDULER, "step 3", 3, 3.5))
+    flight = recorder.flight()
+    assert ([span.name for span in flight.spans], flight.dropped) == (["step 3"], 0)
+
+
 # --- files ---------------------------------------------------------------------------------------
 
 
@@ -244,6 +256,13 @@ def test_runs_that_are_compared_begin_together() -> None:
     assert [flight.start_us for flight in shifted] == [0, 0]
     assert shifted[0].spans[0].end_us == 2.0
     assert shifted[0].spans[2].end_us is None
+
+
+def test_span_that_begins_where_another_ends_does_not_overlap_it_by_a_rounding() -> None:
+    """A begin and a length that are rounded each end at 1.002, and the next begins at 1.001."""
+    touching = (Span(FORWARD, "layer 0", 0.0006, 1.0012), Span(FORWARD, "layer 1", 1.0012, 2.0))
+    zero = Span(FORWARD, "embedding", 0.0, 0.0)
+    assert list(faults(as_trace_events([Flight("demo", (zero, *touching))]))) == []
 
 
 def test_no_spans_are_a_file_too() -> None:

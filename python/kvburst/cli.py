@@ -1,16 +1,26 @@
 """The command ``kvburst``. Each command imports what it needs when it runs: torch takes seconds,
 and ``--help``, ``--version`` and a shell's completion are not to wait for it."""
 
-import json
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import typer
 
 from kvburst._core import KVBurstError, __version__
+from kvburst.cli_parts import (
+    Commands,
+    JsonFile,
+    Quiet,
+    TimelineFile,
+    check_file,
+    number,
+    one_line_errors,
+    whole_number,
+    write_json,
+    write_timeline,
+)
 from kvburst.demo_options import (
     DEFAULT_MODELLED_PAGES,
     DEFAULT_PAGES,
@@ -27,49 +37,22 @@ from kvburst.replay.options import (
     DEFAULT_HOST_PAGES,
     DEFAULT_LAYERS,
     DEFAULT_PAGE_BYTES,
+    SHARED_HOST_RATIOS,
     ReplayOptions,
 )
 
-if TYPE_CHECKING:
-    from kvburst.timeline import Flight
-
 DEFAULTS = DemoOptions()
 GEOMETRY_NAMES = [geometry.name for geometry in GEOMETRIES]
+_HOST_RATIOS = f"{', '.join(map(str, SHARED_HOST_RATIOS[:-1]))} and {SHARED_HOST_RATIOS[-1]}"
 
 app = typer.Typer(
+    cls=Commands,
     help="Moves LLM KV-cache pages between host and device memory.",
     no_args_is_help=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-
-
-def _whole_number(text: str) -> int:
-    try:
-        return int(text)
-    except ValueError as error:
-        raise typer.BadParameter(f"{text!r} is not a whole number") from error
-
-
-def _number(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError as error:
-        raise typer.BadParameter(f"{text!r} is not a number") from error
-
-
-JsonFile = Annotated[
-    Path | None, typer.Option("--json", metavar="FILE", help="Also write the result as JSON.")
-]
-TimelineFile = Annotated[
-    Path | None,
-    typer.Option(
-        "--timeline",
-        metavar="FILE",
-        help="Also write what ran where and when, for ui.perfetto.dev or chrome://tracing.",
-    ),
-]
 
 
 def main() -> None:
@@ -105,12 +88,17 @@ def demo(
         ),
     ] = DEFAULTS.device,
     geometry: Annotated[
-        str, typer.Option(metavar="NAME", help=f"A model's pools: {', '.join(GEOMETRY_NAMES)}.")
+        str,
+        typer.Option(
+            metavar="NAME",
+            help=f"A model's pools: {', '.join(GEOMETRY_NAMES)}.",
+            autocompletion=lambda: GEOMETRY_NAMES,
+        ),
     ] = DEFAULTS.geometry,
     pages: Annotated[
         int | None,
         typer.Option(
-            parser=_whole_number,
+            parser=whole_number,
             metavar="N",
             help=f"Pages that move; {DEFAULT_PAGES} if left out, {DEFAULT_MODELLED_PAGES} with a"
             " link.",
@@ -119,7 +107,7 @@ def demo(
     device_pages: Annotated[
         int,
         typer.Option(
-            parser=_whole_number,
+            parser=whole_number,
             metavar="N",
             help="Pages of the device pools, above twice --pages; 0 takes some more than that.",
         ),
@@ -158,7 +146,7 @@ def demo(
     forward: Annotated[
         float,
         typer.Option(
-            parser=_number,
+            parser=number,
             metavar="X",
             help="Length of the forward, as a multiple of the time that the grouped copies take.",
         ),
@@ -166,7 +154,7 @@ def demo(
     chunk_pages: Annotated[
         int,
         typer.Option(
-            parser=_whole_number,
+            parser=whole_number,
             metavar="N",
             help="Most pages that a backup hands over in one call; 0 is no bound.",
         ),
@@ -174,7 +162,7 @@ def demo(
     seed: Annotated[
         int,
         typer.Option(
-            parser=_whole_number,
+            parser=whole_number,
             metavar="N",
             help="Of the random bytes and of the order of the pages.",
         ),
@@ -182,7 +170,7 @@ def demo(
     ranks: Annotated[
         int,
         typer.Option(
-            parser=_whole_number,
+            parser=whole_number,
             metavar="N",
             help="Run N processes, each with pools and a controller of its own.",
         ),
@@ -205,9 +193,7 @@ def demo(
     ] = None,
     json_file: JsonFile = None,
     timeline: TimelineFile = None,
-    quiet: Annotated[
-        bool, typer.Option("--quiet", "-q", help="Print nothing, unless bytes are wrong.")
-    ] = False,
+    quiet: Quiet = False,
 ) -> None:
     """Back pages up to the host, load them back elsewhere under a forward, compare every byte.
 
@@ -223,11 +209,12 @@ def demo(
       kvburst demo --link h100 --timeline timeline.json
       kvburst demo --device cuda --pages 256
       kvburst demo --ranks 4 --shard
+      kvburst demo --ranks 4 --shard --link h100 --timeline ranks.json --plot ranks.png
     """
-    with _one_line_errors("demo"):
-        _check_file("--json", json_file)
-        _check_file("--plot", plot)
-        _check_file("--timeline", timeline)
+    with one_line_errors("demo"):
+        check_file("--json", json_file)
+        check_file("--plot", plot)
+        check_file("--timeline", timeline)
         usual_pages = DEFAULT_PAGES if link == "none" else DEFAULT_MODELLED_PAGES
         options = DemoOptions(
             device=device,
@@ -246,16 +233,15 @@ def demo(
             shard=shard,
         )
         if ranks > 1:
-            if compare or plot is not None or timeline is not None:
-                raise KVBurstError(
-                    "--compare, --plot and --timeline: are for one rank, --ranks is " + str(ranks)
-                )
-            exact = _demo_of_ranks(options, json_file, quiet)
+            if compare:
+                raise KVBurstError(f"--compare: is for one rank, --ranks is {ranks}")
+            exact = _demo_of_ranks(options, json_file, plot, timeline, quiet)
             raise typer.Exit(0 if exact else 1)
         plain = replace(options, mode="inline", groups="none")
         wanted = [plain, options] if compare else [options]
         from rich.console import Console
 
+        from kvburst.cli_output import Output
         from kvburst.demo import Demo, num_ticks
         from kvburst.demo_report import as_json, progress, show, show_verdict
         from kvburst.demo_timeline import check_plot
@@ -267,39 +253,60 @@ def demo(
             results = [Demo(each, tick, record=timeline is not None).run() for each in wanted]
         for result in results:
             if not quiet:
-                show(result, Console(), end=max(each.timeline.end for each in results))
+                show(result, Output(), end=max(each.timeline.end for each in results))
             elif not result.bit_exact:
                 show_verdict(result, Console(stderr=True))
         if plot is not None:
             draw(results, plot)
-        _write_timeline(timeline, [each.flight.from_zero() for each in results if each.flight])
+        write_timeline(timeline, [each.flight.from_zero() for each in results if each.flight])
         content = as_json(results[-1])
         if compare:
             content["compared_with"] = as_json(results[0])
-        _write_json(json_file, content)
+        write_json(json_file, content)
     if not all(result.bit_exact for result in results):
         raise typer.Exit(1)
 
 
-def _demo_of_ranks(options: DemoOptions, json_file: Path | None, quiet: bool) -> bool:
+def _demo_of_ranks(
+    options: DemoOptions,
+    json_file: Path | None,
+    plot: Path | None,
+    timeline: Path | None,
+    quiet: bool,
+) -> bool:
     from rich.console import Console
 
     from kvburst import demo_ranks_report as report
+    from kvburst.cli_output import Output
     from kvburst.demo_ranks import num_rank_ticks, run_ranks
     from kvburst.demo_report import progress
+    from kvburst.demo_timeline import check_plot
+    from kvburst.flight_plot import plot as draw
 
+    if plot is not None:
+        check_plot(plot)
+    record = plot is not None or timeline is not None
     with progress(Console(stderr=True, quiet=quiet), num_rank_ticks(options)) as tick:
-        results = run_ranks(options, tick)
+        results = run_ranks(options, tick, record=record)
     if not quiet:
-        report.show(results, Console())
+        report.show(results, Output())
     elif not report.bit_exact(results):
         report.show_verdict(results, Console(stderr=True))
-    _write_json(json_file, report.as_json(results))
+    flights = [rank.result.flight for rank in results if rank.result.flight]
+    if plot is not None:
+        draw(flights, plot)
+    write_timeline(timeline, flights)
+    write_json(json_file, report.as_json(results))
     return report.bit_exact(results)
 
 
 @app.command(short_help="Say what this machine has for kvburst, and what it lacks.")
-def doctor(json_file: JsonFile = None) -> None:
+def doctor(
+    json_file: JsonFile = None,
+    quiet: Annotated[
+        bool, typer.Option("--quiet", "-q", help="Print nothing: for --json alone.")
+    ] = False,
+) -> None:
     """Say what this machine has for kvburst, and why it lacks what it lacks.
 
     \b
@@ -307,44 +314,51 @@ def doctor(json_file: JsonFile = None) -> None:
       kvburst doctor
       kvburst doctor --json doctor.json
     """
-    with _one_line_errors("doctor"):
-        _check_file("--json", json_file)
-        from rich.console import Console
-
+    with one_line_errors("doctor"):
+        check_file("--json", json_file)
         from kvburst import doctor as examination
+        from kvburst.cli_output import Output
 
         diagnosis = examination.examine()
-        examination.show(diagnosis, Console())
-        _write_json(json_file, examination.as_json(diagnosis))
+        if not quiet:
+            examination.show(diagnosis, Output())
+        write_json(json_file, examination.as_json(diagnosis))
 
 
-@app.command(short_help="Let a request trace decide which pages move, and check them.")
+@app.command(short_help="Serve a request trace from a prefix cache; check all pages it moves.")
 def replay(
     trace: Annotated[
         Path, typer.Argument(metavar="TRACE", help="Mooncake's JSON lines, plain or gzipped.")
     ],
     limit: Annotated[
         int | None,
-        typer.Option(parser=_whole_number, metavar="N", help="Only the first N requests."),
+        typer.Option(parser=whole_number, metavar="N", help="Only the first N requests."),
     ] = None,
     device_pages: Annotated[
         int,
-        typer.Option(parser=_whole_number, metavar="N", help="Pages of the device tier."),
+        typer.Option(parser=whole_number, metavar="N", help="Pages of the device tier."),
     ] = DEFAULT_DEVICE_PAGES,
     host_pages: Annotated[
-        int, typer.Option(parser=_whole_number, metavar="N", help="Pages of the host tier.")
-    ] = DEFAULT_HOST_PAGES,
+        int | None,
+        typer.Option(
+            parser=whole_number,
+            metavar="N",
+            help=f"Pages of the host tier; {DEFAULT_HOST_PAGES} if left out. With --shard what a"
+            f" rank's memory holds unshared; if left out, {_HOST_RATIOS} times --device-pages.",
+        ),
+    ] = None,
     geometry: Annotated[
         str | None,
         typer.Option(
             metavar="NAME",
             help="A model's pools, for --plan-only above all; a wrong name lists the known.",
+            autocompletion=lambda: GEOMETRY_NAMES,
         ),
     ] = None,
     layers: Annotated[
         int | None,
         typer.Option(
-            parser=_whole_number,
+            parser=whole_number,
             metavar="N",
             help=f"Layers of a pool of no model; {DEFAULT_LAYERS} if left out.",
         ),
@@ -352,7 +366,7 @@ def replay(
     page_bytes: Annotated[
         int | None,
         typer.Option(
-            parser=_whole_number,
+            parser=whole_number,
             metavar="N",
             help=f"Bytes of a page of one such layer; {DEFAULT_PAGE_BYTES} if left out.",
         ),
@@ -360,19 +374,30 @@ def replay(
     plan_only: Annotated[
         bool, typer.Option("--plan-only", help="Count the copies, but move no bytes.")
     ] = False,
+    ranks: Annotated[
+        int,
+        typer.Option(parser=whole_number, metavar="N", help="For --shard: of how many ranks."),
+    ] = 1,
+    shard: Annotated[
+        bool,
+        typer.Option(
+            "--shard",
+            help="Compare a host tier that --ranks share, one copy of each layer between them, with"
+            " one of the same bytes on every rank that they do not. Needs --plan-only.",
+        ),
+    ] = False,
     record: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Also write the page ids of all bursts.")
     ] = None,
     json_file: JsonFile = None,
     timeline: TimelineFile = None,
-    quiet: Annotated[
-        bool, typer.Option("--quiet", "-q", help="Print nothing, unless bytes are wrong.")
-    ] = False,
+    quiet: Quiet = False,
 ) -> None:
-    """Let a request trace decide which pages move, and check every one that did.
+    """Serve the requests of a trace from a prefix cache; check every page that it moves.
 
     A small prefix cache serves the requests over two tiers that are scattered as SGLang's
-    allocators scatter them. Ctrl-C ends it with the report so far.
+    allocators scatter them. Ctrl-C ends it with the report so far. With --shard it says what one
+    host copy between the ranks is worth: pages found on the host, tokens prefilled again.
 
     Exit status: 0 if every byte is right, 1 if one is not, 2 for a bad option or trace, 130 after
     Ctrl-C.
@@ -383,23 +408,32 @@ def replay(
       kvburst replay conversation_trace.jsonl.gz --plan-only --layers 78
       kvburst replay conversation_trace.jsonl.gz --plan-only --geometry mla-dsa-78
       kvburst replay conversation_trace.jsonl.gz --limit 200 --record bursts.kvb
+      kvburst replay conversation_trace.jsonl.gz --plan-only --geometry mla-dsa-78 --ranks 4 --shard
     """
-    with _one_line_errors("replay"):
-        _check_file("--json", json_file)
-        _check_file("--record", record)
-        _check_file("--timeline", timeline)
+    with one_line_errors("replay"):
+        check_file("--json", json_file)
+        check_file("--record", record)
+        check_file("--timeline", timeline)
         options = ReplayOptions(
             trace=trace,
             limit=limit,
             device_pages=device_pages,
-            host_pages=host_pages,
+            host_pages=DEFAULT_HOST_PAGES if host_pages is None else host_pages,
             geometry=geometry,
             layers=layers,
             page_bytes=page_bytes,
             plan_only=plan_only,
         )
+        if shard or ranks != 1:
+            _check_shard(ranks, shard, record, timeline)
+            sizes = [ratio * device_pages for ratio in SHARED_HOST_RATIOS]
+            if host_pages is not None:
+                sizes = [host_pages]
+            interrupted = _replay_of_ranks(options, ranks, sizes, json_file, quiet)
+            raise typer.Exit(130 if interrupted else 0)
         from rich.console import Console
 
+        from kvburst.cli_output import Output
         from kvburst.replay import report
         from kvburst.replay.interrupt import noting_interrupts
         from kvburst.replay.recording import save_recording
@@ -410,52 +444,48 @@ def replay(
         with noting_interrupts() as stopped, report.progress(console, len(run.requests)) as tick:
             result = run.run(tick, stopped)
         if not quiet:
-            report.show(result, Console())
+            report.show(result, Output())
         elif result.mismatched_pages:
             report.show_verdict(result, Console(stderr=True))
         if record is not None:
             save_recording(record, result.recording)
-        _write_timeline(timeline, [result.flight] if result.flight else [])
-        _write_json(json_file, report.as_json(result))
+        write_timeline(timeline, [result.flight] if result.flight else [])
+        write_json(json_file, report.as_json(result))
     if result.mismatched_pages:
         raise typer.Exit(1)
     if result.interrupted:
         raise typer.Exit(130)
 
 
-@contextmanager
-def _one_line_errors(command: str) -> Iterator[None]:
-    """What is wrong with the options or the machine ends the command with one line, not a trace."""
-    try:
-        yield
-    except (KVBurstError, OSError) as error:
-        typer.echo(f"kvburst {command}: {error}", err=True)
-        raise typer.Exit(2) from error
+def _check_shard(ranks: int, shard: bool, record: Path | None, timeline: Path | None) -> None:
+    if ranks < 1:
+        raise KVBurstError(f"--ranks: {ranks} is below 1")
+    if not shard:
+        raise KVBurstError(f"--ranks: all {ranks} would do the same; add --shard to let them share")
+    if ranks == 1:
+        raise KVBurstError("--shard: needs --ranks of at least 2, it is 1")
+    for option, file in (("--record", record), ("--timeline", timeline)):
+        if file is not None:
+            raise KVBurstError(f"{option}: with --shard there are several replays, leave one out")
 
 
-def _check_file(option: str, file: Path | None) -> None:
-    """Before anything runs, not after it."""
-    if file is None:
-        return
-    if file.is_dir():
-        raise KVBurstError(f"{option}: {str(file)!r} is a folder")
-    if not file.parent.is_dir():
-        raise KVBurstError(f"{option}: {str(file.parent)!r} is not a folder")
+def _replay_of_ranks(
+    options: ReplayOptions, ranks: int, sizes: Sequence[int], json_file: Path | None, quiet: bool
+) -> bool:
+    """Whether it was interrupted."""
+    from rich.console import Console
 
+    from kvburst.cli_output import Output
+    from kvburst.replay import sharing_report
+    from kvburst.replay.interrupt import noting_interrupts
+    from kvburst.replay.report import progress
+    from kvburst.replay.sharing import SharingReplay
 
-def _write_timeline(file: Path | None, flights: "Sequence[Flight]") -> None:
-    if file is not None:
-        from kvburst.timeline import save
-
-        try:
-            save(file, flights)
-        except OSError as error:
-            raise KVBurstError(f"--timeline: cannot write {file}: {error.strerror}") from error
-
-
-def _write_json(file: Path | None, content: dict[str, Any]) -> None:
-    if file is not None:
-        try:
-            file.write_text(json.dumps(content, indent=2) + "\n")
-        except OSError as error:
-            raise KVBurstError(f"--json: cannot write {file}: {error.strerror}") from error
+    run = SharingReplay(options, ranks, sizes)
+    console = Console(stderr=True, quiet=quiet)
+    with noting_interrupts() as stopped, progress(console, run.total_requests) as tick:
+        result = run.run(tick, stopped)
+    if not quiet:
+        sharing_report.show(result, Output())
+    write_json(json_file, sharing_report.as_json(result))
+    return result.interrupted

@@ -17,16 +17,16 @@ import torch
 from kvburst._core import (
     ComputeDevice,
     CopyLimits,
-    Event,
     HostDevice,
     KVBurstError,
     PlanOptions,
-    Stream,
 )
 from kvburst.acks import Ack, AckQueue
+from kvburst.agreement import Agreement, AgreementGroups
 from kvburst.controller import BurstController
 from kvburst.cuda import CudaDevice, memory_device, tier_memory
-from kvburst.demo_flight import ForwardEvents, landing_events, new_recorder, record_forward
+from kvburst.demo_flight import landing_events, new_recorder, record_forward
+from kvburst.demo_forward import StandInForward
 from kvburst.demo_options import DemoOptions, Groups, Mode
 from kvburst.demo_result import DemoResult, Direction, Mismatch, Place, Span, Timeline, Transfer
 from kvburst.exchange import Channel, RankShard
@@ -37,6 +37,7 @@ from kvburst.ownership import Ownership
 from kvburst.page_allocator import PageAllocator
 from kvburst.pools import DevicePool, HostPool, Pool
 from kvburst.timeline import Flight
+from kvburst.watched_channel import WatchedChannel
 
 SCRIBBLE = 0xAA
 HOST_CANARY = 0xC5
@@ -62,11 +63,13 @@ class Seat:
     """Which of several ranks a run is, and how it keeps step with the others.
 
     `channel`: to the ranks with which it shares its host tier; None: it keeps every layer itself.
+    `groups`: the ranks that retire the same bursts; None: it retires its own when they are done.
     `together` returns once every rank has called it, `longest` the most of what they pass.
     """
 
     rank: int = 0
     channel: Channel | None = None
+    groups: AgreementGroups | None = None
     together: Callable[[], None] = _alone
     longest: Callable[[float], float] = lambda mine: mine
 
@@ -99,21 +102,16 @@ class Demo:
         self._tick = tick
         self._random = torch.Generator().manual_seed(options.seed)
 
-        if self.seat.channel is not None:
-            owned = Ownership(options.ranks, tuple(pool.layer_ids for pool in self.geometry.pools))
-            self.shard = RankShard(owned, self.seat.channel)
         real = _scaled(self.geometry, self.row_scale)
         self._byte_scale = self.geometry.bytes_per_page / real.bytes_per_page
         self.device = self._new_device(options.groups)
+        self._recorder = new_recorder(options, self.device, self.seat.rank) if record else None
+        if self.seat.channel is not None:
+            self.shard = self._new_shard(self.seat.channel)
         self._check_memory(real)
         self._memory = tier_memory(self.device)
         self.pools = tuple(self._new_pool(real, number) for number in range(len(real.pools)))
-        self._snapshots = tuple(
-            self._memory.device(
-                len(pool.device.layers) * pool.device.pages * pool.device.page_bytes
-            ).view(len(pool.device.layers), pool.device.pages, pool.device.page_bytes)
-            for pool in self.pools
-        )
+        self._forward = StandInForward(self.pools, self.geometry.num_layers, self._memory)
         page_size = real.page_size
         self._device_allocator = PageAllocator(
             name="device", pages=self.device_pages, page_size=page_size, order="lifo"
@@ -131,9 +129,8 @@ class Demo:
         self.targets = torch.empty(0, dtype=torch.int64)
 
         self.controller = self._new_controller(
-            self.device, options.groups, options.mode, self.shard
+            self.device, options.groups, options.mode, self.shard, self._new_agreement()
         )
-        self._record = record
         self._flight: Flight | None = None
 
     def run(self) -> DemoResult:
@@ -169,7 +166,7 @@ class Demo:
             host_bytes=sum(pool.host.tensor.nbytes for pool in self.pools),
             checked_bytes=sum(
                 2 * snapshot.numel() + pool.host.tensor.numel()
-                for pool, snapshot in zip(self.pools, self._snapshots, strict=True)
+                for pool, snapshot in zip(self.pools, self._forward.snapshots, strict=True)
             ),
             mismatches=mismatches,
             flight=self._flight,
@@ -189,7 +186,9 @@ class Demo:
         if host is None:
             raise KVBurstError(f"backup: no room for {self.options.pages} host pages")
         self.on_host = host
-        transfer = self._transfer("backup", _retire(self.controller.ack_write_queue))
+        transfer = self._transfer(
+            "backup", _retire(self.controller, self.controller.ack_write_queue)
+        )
         self._tick("backing up")
         return transfer
 
@@ -202,19 +201,19 @@ class Demo:
         controller.start_loading()
         if targets is None:
             raise KVBurstError(f"load: no room for {self.options.pages} device pages")
-        _retire(controller.ack_load_queue)
+        _retire(controller, controller.ack_load_queue)
         grouped_ms = controller.stats().loads.recent[-1].copies_took_ms
         self._device_allocator.free(targets)
         controller.stop()
         self._tick("rehearsing")
-        return grouped_ms, self._snapshots_ms(device)
+        return grouped_ms, self._forward.snapshots_ms(device)
 
     def scribble(self) -> None:
         """Every device page loses its bytes, but for those that others hold."""
         lost = torch.ones(self.device_pages, dtype=torch.bool)
         lost[self._pages(self.held)] = False
-        lost = lost.to(self._snapshots[0].device)
-        for pool, snapshot in zip(self.pools, self._snapshots, strict=True):
+        lost = lost.to(self._forward.snapshots[0].device)
+        for pool, snapshot in zip(self.pools, self._forward.snapshots, strict=True):
             for position in range(len(pool.device.layers)):
                 _device_pages(pool, position)[lost] = SCRIBBLE
             snapshot.zero_()
@@ -223,16 +222,14 @@ class Demo:
     def load_under_forward(self, compute_ms: float) -> tuple[Transfer, Timeline]:
         """The pages come back to other places; a forward of ``compute_ms`` a layer, snapshots not
         counted, waits for each layer before it reads it."""
-        device, controller = self.device, self.controller
-        forward, watcher = device.new_stream(), device.new_stream()
+        device, controller, recorder = self.device, self.controller, self._recorder
+        stream, watcher = device.new_stream(), device.new_stream()
         origin, copied = device.new_event(), device.new_event()
-        recorder = new_recorder(self.options, device, controller) if self._record else None
-        layers = range(self.geometry.num_layers)
-        arrived = [device.new_event() for _ in layers]
-        passed = [device.new_event() for _ in layers]
-        done = [device.new_event() for _ in layers]
+        if recorder is not None:
+            recorder.clear()
+            recorder.watch(controller)
 
-        origin.record(forward)
+        origin.record(stream)
         begin = time.perf_counter_ns()
         targets = controller.load(self.on_host, node_id=1)
         burst = controller.start_loading()
@@ -240,49 +237,35 @@ class Demo:
         if targets is None:
             raise KVBurstError(f"load: no room for {self.options.pages} device pages")
         self.targets = targets
-        gate = controller.layer_done_counter
         launch = time.perf_counter_ns()
-        with forward:
-            gate.set_consumer(burst)
-            for layer in layers:
-                arrived[layer].record()
-                gate.wait_until(layer)
-                passed[layer].record()
-                self._take_snapshot(device, forward, layer)
-                device.busy(forward, 1e3 * compute_ms)
-                done[layer].record()
+        forward = self._forward.launch(
+            device, controller, burst, stream, compute_ms, recorder if self.shard else None
+        )
         launched = time.perf_counter_ns()
-        landed = recorder and landing_events(device, controller, burst, device.new_stream())
+        landed = []
+        if recorder is not None and self.shard is None:
+            landed = landing_events(device, controller, burst, device.new_stream())
         controller.ack_load_queue[0].finish_event.wait(watcher)
         copied.record(watcher)
         device.synchronize()
-        transfer = self._transfer("load", _retire(controller.ack_load_queue))
-        if recorder and landed:
+        transfer = self._transfer("load", _retire(controller, controller.ack_load_queue))
+        if recorder is not None:
             record_forward(
                 recorder,
                 hand_over_ns=(begin, handed_over),
                 launch_ns=(launch, launched),
-                forward=ForwardEvents(arrived, passed, done),
+                forward=forward,
                 landed=landed,
             )
             self._flight = recorder.flight()
         self._tick("loading back under a forward")
-
-        def since(event: Event) -> float:
-            return origin.elapsed_time(event)
-
+        copied_ms = origin.elapsed_time(copied)
         return transfer, Timeline(
             hand_over=Span(0.0, (handed_over - begin) / 1e6),
             launch=Span((launch - begin) / 1e6, (launched - begin) / 1e6),
-            copying=Span(since(copied) - transfer.stats.copies_took_ms, since(copied)),
-            stalls=tuple(
-                Span(since(before), since(after))
-                for before, after in zip(arrived, passed, strict=True)
-            ),
-            layers=tuple(
-                Span(since(before), since(after))
-                for before, after in zip(passed, done, strict=True)
-            ),
+            copying=Span(copied_ms - transfer.stats.copies_took_ms, copied_ms),
+            stalls=forward.stalls(origin),
+            layers=forward.layers(origin),
         )
 
     def compare(self) -> Iterator[Mismatch]:
@@ -296,7 +279,7 @@ class Demo:
                 device = torch.full_like(original, SCRIBBLE)
                 device[held] = original[held]
                 device[targets] = original[sources]
-                snapshot = self._snapshots[number][position].cpu()
+                snapshot = self._forward.snapshots[number][position].cpu()
                 on_device = _device_pages(pool, position).cpu()
                 on_host = _host_pages(pool, position)
                 yield from _mismatches("snapshot", pool.name, layer, device, snapshot)
@@ -317,8 +300,25 @@ class Demo:
             link=None if name is None else LINKS[name].model(self._byte_scale), limits=limits
         )
 
+    def _new_shard(self, channel: Channel) -> RankShard:
+        pools = tuple(pool.layer_ids for pool in self.geometry.pools)
+        if self._recorder is not None:
+            channel = WatchedChannel(channel, self._recorder)
+        return RankShard(Ownership(self.options.ranks, pools), channel)
+
+    def _new_agreement(self) -> Agreement | None:
+        if self.seat.groups is None:
+            return None
+        tell = None if self._recorder is None else self._recorder.agreed
+        return Agreement(self.seat.groups, tell=tell)
+
     def _new_controller(
-        self, device: ComputeDevice, groups: Groups, mode: Mode, shard: RankShard | None = None
+        self,
+        device: ComputeDevice,
+        groups: Groups,
+        mode: Mode,
+        shard: RankShard | None = None,
+        agreement: Agreement | None = None,
     ) -> BurstController:
         options = PlanOptions(
             ramp=groups == "ramp",
@@ -334,6 +334,7 @@ class Demo:
             check="slots",
             mode=mode,
             shard=shard,
+            agreement=agreement,
         )
 
     def _new_pool(self, real: Geometry, number: int) -> Pool:
@@ -401,32 +402,6 @@ class Demo:
         pages = words.view(torch.uint8)[:nbytes].view(device.pages, device.page_bytes)
         return pages if self.options.ranks == 1 else pages[self._number_of_page]
 
-    def _take_snapshot(self, device: ComputeDevice, stream: Stream, layer: int) -> None:
-        """Enqueues a copy of the layer, all its device pages, in every pool that has it."""
-        for pool, snapshot in zip(self.pools, self._snapshots, strict=True):
-            if layer in pool.device.layer_ids:
-                position = pool.device.layer_ids.index(layer)
-                target = snapshot[position]
-                device.copy(
-                    stream,
-                    target.data_ptr(),
-                    pool.device.layers[position].data_ptr(),
-                    target.numel(),
-                )
-
-    def _snapshots_ms(self, device: ComputeDevice) -> float:
-        """Milliseconds that the snapshots of all layers take on a stream."""
-        if isinstance(device, HostDevice) and device.link is not None:
-            return 0.0  # only what crosses the link takes modelled time
-        stream = device.new_stream()
-        begin, end = device.new_event(), device.new_event()
-        begin.record(stream)
-        for layer in range(self.geometry.num_layers):
-            self._take_snapshot(device, stream, layer)
-        end.record(stream)
-        end.synchronize()
-        return begin.elapsed_time(end)
-
     def _transfer(self, direction: Direction, ack: Ack) -> Transfer:
         """What the burst came to; its ack is retired."""
         stats = self.controller.stats()
@@ -457,9 +432,13 @@ def _in_words(device: ComputeDevice) -> str:
     )
 
 
-def _retire(acks: AckQueue) -> Ack:
-    """The oldest of them, once its burst is done. Blocks until then; raises if it failed."""
-    ack = acks.pop(0)
+def _retire(controller: BurstController, acks: AckQueue) -> Ack:
+    """The oldest of them, which is the only one, once its burst is done on every rank that agrees.
+    Blocks until then; raises if it failed."""
+    acks[0].finish_event.synchronize()
+    while not (retired := controller.poll()):
+        pass  # a step of a scheduler; each waits for the other ranks
+    (ack,) = retired
     if ack.error is not None:
         raise KVBurstError(ack.error)
     return ack

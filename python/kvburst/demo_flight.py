@@ -2,34 +2,24 @@
 of, and when each layer of the load was in place."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from kvburst._core import ComputeDevice, Event, Stream
 from kvburst.controller import BurstController
+from kvburst.demo_forward import ForwardEvents
 from kvburst.demo_options import DemoOptions
-from kvburst.timeline import FORWARD, GATE, SCHEDULER, STREAMS, FlightRecorder, Span
+from kvburst.timeline import FORWARD, GATE, LAUNCH, SCHEDULER, STREAMS, FlightRecorder, Span
 
 
-def new_recorder(
-    options: DemoOptions, device: ComputeDevice, controller: BurstController
-) -> FlightRecorder:
-    """Watches the controller from now on."""
-    recorder = FlightRecorder(
+def new_recorder(options: DemoOptions, device: ComputeDevice, rank: int) -> FlightRecorder:
+    title = f"{options.geometry}, mode {options.mode}, groups {options.groups}"
+    if options.shard and options.link is None:
+        title += ", exchanged by gloo: times of this CPU and of no GPU"
+    return FlightRecorder(
         device,
-        f"{options.geometry}, mode {options.mode}, groups {options.groups}",
+        title,
+        rank=rank,
         simulated=None if options.link is None else f"link {options.link}",
     )
-    recorder.watch(controller)
-    return recorder
-
-
-@dataclass(frozen=True)
-class ForwardEvents:
-    """By layer: the forward came to it, its bytes were there, its work was done."""
-
-    arrived: Sequence[Event]
-    passed: Sequence[Event]
-    done: Sequence[Event]
 
 
 def landing_events(
@@ -54,14 +44,16 @@ def record_forward(
     forward: ForwardEvents,
     landed: Sequence[Event],
 ) -> None:
-    """Once all of it is over. Nanoseconds of `time.perf_counter_ns`, from and to."""
+    """Once all of it is over. Nanoseconds of `time.perf_counter_ns`, from and to. ``landed`` may be
+    of no layer: one that comes from another rank is there when its exchange is over."""
     for name, (begin, end) in (
         ("load + start_loading", hand_over_ns),
-        ("launch the forward", launch_ns),
+        (LAUNCH, launch_ns),
     ):
         recorder.add(Span(SCHEDULER, name, begin / 1000, end / 1000))
-    layers = zip(forward.arrived, forward.passed, forward.done, landed, strict=True)
-    for layer, (arrived, passed, done, in_place) in enumerate(layers):
+    layers = zip(forward.arrived, forward.passed, forward.done, strict=True)
+    for layer, (arrived, passed, done) in enumerate(layers):
         recorder.on_stream(GATE, f"wait for layer {layer}", arrived, passed, layer=layer)
         recorder.on_stream(FORWARD, f"layer {layer}", passed, done, layer=layer)
+    for layer, in_place in enumerate(landed):
         recorder.on_stream(STREAMS["load"], f"layer {layer} is there", in_place, layer=layer)

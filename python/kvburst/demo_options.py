@@ -62,7 +62,7 @@ class DemoOptions:
         if self.ranks > MAX_RANKS:
             raise KVBurstError(f"--ranks: {self.ranks} is above {MAX_RANKS}")
         if self.shard and self.ranks == 1:
-            raise KVBurstError("--shard: --ranks is 1, there is nobody to share a layer with")
+            raise KVBurstError("--shard: needs --ranks of at least 2, it is 1")
         if self.ranks > 1 and self.device != "host":
             raise KVBurstError(
                 f"--ranks: {self.ranks} run on device host, on {self.device} the demo has one rank"

@@ -1,25 +1,31 @@
 """``kvburst demo --ranks N``: the same run in N processes, with gloo between them.
 
-Each rank has a device, pools and a controller of its own. With ``--shard`` they keep one host copy
-of each layer between them. Gloo's broadcasts block the thread that launches the forward, as no
-GPU's would: with a link model the exchange is charged as modelled time instead.
+Each rank has a device, pools and a controller of its own, and they retire the same bursts. With
+``--shard`` they keep one host copy of each layer between them. Gloo's broadcasts block the thread
+that launches the forward, as no GPU's would: with a link model the exchange is charged as modelled
+time instead.
 """
 
 import dataclasses
 import multiprocessing
+import signal
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from time import monotonic
+from types import FrameType
 
 import torch
 import torch.distributed as dist
 
 from kvburst._core import HostDevice, KVBurstError
+from kvburst.agreement import AgreementGroups
 from kvburst.demo import Demo, Seat, Tick, num_ticks
 from kvburst.demo_options import DemoOptions
 from kvburst.demo_result import DemoResult
@@ -100,28 +106,18 @@ def num_rank_ticks(options: DemoOptions) -> int:
     return num_ticks(options) + options.ranks
 
 
-def run_ranks(options: DemoOptions, tick: Tick = lambda step: None) -> list[RankResult]:
-    """Runs every rank to its end; ticks are the first one's, and then one a rank.
+def run_ranks(
+    options: DemoOptions, tick: Tick = lambda step: None, *, record: bool = False
+) -> list[RankResult]:
+    """Runs every rank to its end; ticks are the first one's, and then one a rank. With `record` a
+    flight recorder watches the load of each, all on the machine's one clock.
 
-    Raises KVBurstError if a rank fails or is gone; the others are then ended.
+    Raises KVBurstError if a rank fails or is gone; the others are then ended. Of the main thread,
+    which alone hears Ctrl-C.
     """
     check_sharding(options)
     with tempfile.TemporaryDirectory() as folder, _ended_at_exit() as processes:
-        # All ranks are forked from one process that has imported torch.
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["kvburst.demo_ranks"])
-        pipes: dict[Connection, int] = {}
-        for rank in range(options.ranks):
-            here, there = context.Pipe(duplex=False)
-            process = context.Process(
-                target=_run_rank,
-                args=(there, str(Path(folder) / "store"), rank, options),
-                daemon=True,
-            )
-            process.start()
-            processes.append(process)
-            there.close()
-            pipes[here] = rank
+        pipes = _started(options, record, str(Path(folder) / "store"), processes)
         results: dict[int, RankResult] = {}
         while pipes:
             for pipe in wait(list(pipes)):
@@ -137,14 +133,57 @@ def run_ranks(options: DemoOptions, tick: Tick = lambda step: None) -> list[Rank
         return [results[rank] for rank in range(options.ranks)]
 
 
+def _started(
+    options: DemoOptions, record: bool, store: str, processes: list[BaseProcess]
+) -> dict[Connection, int]:
+    """Starts every rank into `processes`, and returns the pipe from each."""
+    # All ranks are forked from one process that has imported torch.
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["kvburst.demo_ranks"])
+    pipes: dict[Connection, int] = {}
+    with _interrupted_afterwards():
+        for rank in range(options.ranks):
+            here, there = context.Pipe(duplex=False)
+            process = context.Process(
+                target=_run_rank, args=(there, store, rank, options, record), daemon=True
+            )
+            process.start()
+            processes.append(process)
+            there.close()
+            pipes[here] = rank
+    return pipes
+
+
+@contextmanager
+def _interrupted_afterwards() -> Iterator[None]:
+    """Ctrl-C, which a terminal sends to every process, is heard by this one alone, and when all
+    ranks are there to be ended: those that were started would wait for those that were not."""
+    interrupted = False
+
+    def note(number: int, frame: FrameType | None) -> None:
+        nonlocal interrupted
+        interrupted = True
+
+    usual = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        forkserver.ensure_running()  # ignores what is ignored now, and so do those that it forks
+        signal.signal(signal.SIGINT, note)
+        yield
+    finally:
+        signal.signal(signal.SIGINT, usual)
+    if interrupted:
+        raise KeyboardInterrupt
+
+
 @contextmanager
 def _ended_at_exit() -> Iterator[list[BaseProcess]]:
     processes: list[BaseProcess] = []
     try:
         yield processes
     finally:
+        deadline = monotonic() + 1
         for process in processes:
-            process.join(1)
+            process.join(max(0.0, deadline - monotonic()))
             if process.is_alive():
                 process.kill()
                 process.join()
@@ -168,7 +207,7 @@ def _receive(pipe: Connection, rank: int, process: BaseProcess) -> RankResult | 
 # --- in the process of a rank --------------------------------------------------------------------
 
 
-def _run_rank(pipe: Connection, store: str, rank: int, options: DemoOptions) -> None:
+def _run_rank(pipe: Connection, store: str, rank: int, options: DemoOptions, record: bool) -> None:
     # The ranks share the machine's cores.
     torch.set_num_threads(1)
     try:
@@ -179,7 +218,8 @@ def _run_rank(pipe: Connection, store: str, rank: int, options: DemoOptions) -> 
             world_size=options.ranks,
             timeout=_TIMEOUT,
         )
-        result = _Rank(rank, options, pipe.send if rank == 0 else lambda step: None).run()
+        tick: Tick = pipe.send if rank == 0 else lambda step: None
+        result = _Rank(rank, options, tick, record).run()
         pipe.send(result)
         dist.barrier()
         dist.destroy_process_group()
@@ -190,7 +230,7 @@ def _run_rank(pipe: Connection, store: str, rank: int, options: DemoOptions) -> 
 
 
 class _Rank:
-    def __init__(self, rank: int, options: DemoOptions, tick: Tick) -> None:
+    def __init__(self, rank: int, options: DemoOptions, tick: Tick, record: bool) -> None:
         world = dist.group.WORLD
         assert world is not None
         channel = None
@@ -204,9 +244,11 @@ class _Rank:
             Seat(
                 rank=rank,
                 channel=channel,
+                groups=AgreementGroups(tp=world),
                 together=dist.barrier,
                 longest=self._longest,
             ),
+            record=record,
         )
 
     def run(self) -> RankResult:

@@ -24,7 +24,7 @@ def show(ranks: Sequence[RankResult], console: Console) -> None:
     console.print(
         Text.assemble(
             ("kvburst demo", "bold"),
-            f": {ranks[0].result.geometry.name}, {options.pages} pages,"
+            f": {ranks[0].result.geometry.name}, {options.pages:,} pages,"
             f" {len(ranks)} ranks, {shared}",
         )
     )
@@ -110,7 +110,12 @@ def _notes(ranks: Sequence[RankResult]) -> list[str]:
             " plans and the links alone"
         )
     elif options.shard:
-        notes.append("the exchange is gloo's, which holds up the thread that launches the forward")
+        notes += [
+            "exchanged by gloo on this CPU, which holds up the thread that launches the forward:"
+            " copies, waits and overlap are no GPU's",
+            f"with modelled links: kvburst demo --ranks {options.ranks} --shard --link h100"
+            " --forward 16",
+        ]
     if first.result.row_scale > 1:
         notes.append(
             f"simulated: rows in memory are 1/{first.result.row_scale} of the geometry's; the link"

@@ -58,7 +58,7 @@ def show_verdict(result: DemoResult, console: Console) -> None:
         held = result.host_pages - result.options.pages
         words = (
             f": {human_bytes(result.checked_bytes)} compared: every layer's snapshot, both tiers,"
-            f" {result.held_device_pages} device and {held} host pages nobody was to touch"
+            f" {result.held_device_pages} device and {held} host pages that had to stay unchanged"
         )
         console.print(Text.assemble(("bit-exact", "bold green"), words))
         return
@@ -80,7 +80,7 @@ def _heading(result: DemoResult) -> Text:
     return Text.assemble(
         ("kvburst demo", "bold"),
         f": {geometry.name} ({pools})\n",
-        f"{options.pages} pages of {geometry.page_size} tokens, {options.layout},"
+        f"{options.pages:,} pages of {geometry.page_size} tokens, {options.layout},"
         f" layers in {allocation}\n",
         f"device {result.device}",
     )

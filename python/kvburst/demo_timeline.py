@@ -22,6 +22,10 @@ MAX_WIDTH = 110
 MIN_BAR_WIDTH = 20
 LABEL_WIDTH = 10
 RULER_STEP = 10
+# Of the picture's time scale: a bar that is shorter than this is drawn as long.
+LEAST_SHARE = 0.004
+# What the words for the hand-over take.
+WORDS_SHARE = 0.25
 
 
 @dataclass(frozen=True)
@@ -36,11 +40,11 @@ class Activity:
     colour: str
 
 
-HAND_OVER = Activity("load + start_loading", "█", "#", "cyan", "#1f77b4")
-LAUNCH = Activity("launching", "▒", "=", "blue", "#aec7e8")
+HAND_OVER = Activity("hand-over", "█", "#", "cyan", "#1f77b4")
+LAUNCH = Activity("launches the forward", "▒", "=", "blue", "#aec7e8")
 COPYING = Activity("copies", "█", "#", "magenta", "#9467bd")
-LAYER = Activity("layers", "█", "#", "green", "#2ca02c")
-STALL = Activity("waiting", "░", ".", "red", "#f4a6a0")
+LAYER = Activity("computes a layer", "█", "#", "green", "#2ca02c")
+STALL = Activity("waits", "░", ".", "red", "#f4a6a0")
 ACTIVITIES = (HAND_OVER, LAUNCH, COPYING, LAYER, STALL)
 
 Bars = tuple[tuple[Activity, Span], ...]
@@ -149,8 +153,9 @@ def plot(results: Sequence[DemoResult], path: Path) -> None:
 
     figure = Figure(figsize=(11, 0.9 + 1.7 * len(results)), layout="constrained")
     every_axes = figure.subplots(len(results), 1, sharex=True, squeeze=False)[:, 0]
+    end = max(result.timeline.end for result in results)
     for axes, result in zip(every_axes, results, strict=True):
-        _draw(axes, result)
+        _draw(axes, result, end)
     every_axes[-1].set_xlabel("milliseconds from the hand-over")
     figure.legend(
         handles=[Patch(color=each.colour, label=each.words) for each in ACTIVITIES],
@@ -161,7 +166,7 @@ def plot(results: Sequence[DemoResult], path: Path) -> None:
     figure.savefig(path, dpi=150)
 
 
-def _draw(axes: "Axes", result: DemoResult) -> None:
+def _draw(axes: "Axes", result: DemoResult, end: float) -> None:
     lines = _lines(result.timeline)
     for height, bars in enumerate(reversed(lines.values())):
         for activity in ACTIVITIES:
@@ -175,7 +180,31 @@ def _draw(axes: "Axes", result: DemoResult) -> None:
                 edgecolor=edge,
                 linewidth=0.3,
             )
+    _draw_hand_over(axes, result, len(lines) - 1, end)
     axes.set_yticks(range(len(lines)), labels=list(reversed(lines)))
     axes.set_title(f"{title(result)}: overlap ratio {result.overlap_ratio:.2f}")
     axes.set_xlim(left=0)
     axes.spines[["top", "right"]].set_visible(False)
+
+
+def _draw_hand_over(axes: "Axes", result: DemoResult, height: int, end: float) -> None:
+    """Its bar, long enough to be seen, and the table's caller time (the allocator not counted): on
+    the bar if that has room, else where the scheduler has nothing more to do."""
+    span, launch = result.timeline.hand_over, result.timeline.launch
+    length = span.end - span.start
+    drawn = max(length, LEAST_SHARE * end)
+    axes.broken_barh([(span.start, drawn)], (height - 0.35, 0.7), facecolor=HAND_OVER.colour)
+    held_ms = result.load.stats.caller_us / 1e3
+    words = f"{HAND_OVER.words} {held_ms:.{0 if held_ms >= 10 else 2}f} ms"
+    room = WORDS_SHARE * end
+    if length >= room:
+        axes.text(span.start + length / 2, height, words, color="white", ha="center", va="center")
+        return
+    free = launch.end if launch.end + room < end else span.start + drawn
+    axes.annotate(
+        words,
+        xy=(span.start + drawn, height),
+        xytext=(free + 0.03 * end, height),
+        arrowprops={"arrowstyle": "->"},
+        va="center",
+    )

@@ -3,11 +3,13 @@
 A `FlightRecorder` watches the acks of one controller, on one rank: each burst that is retired
 leaves a span on the scheduler thread (its submission), on the issuer and on the transfer stream,
 with an arrow through them. Whoever runs the forward adds what it knows: spans of threads, and spans
-between two events of a stream. It costs some microseconds a retired burst, on the scheduler thread;
-a controller that nobody watches pays nothing.
+between two events of a stream. Ranks that agree pass `agreed` to their `Agreement`, and ranks that
+share their host tier wrap their channel (`watched_channel`). It costs some microseconds a retired
+burst, on the scheduler thread; a controller that nobody watches pays nothing.
 
-All times are put on the machine's monotonic clock, which processes share: `Flight`s of several
-ranks on one machine can be saved together, a process of the picture for each rank.
+All times are put on the machine's monotonic clock (`time.perf_counter_ns`), which its processes
+share: `Flight`s of several ranks can be saved together as they are, a process of the picture for
+each rank.
 """
 
 import json
@@ -21,6 +23,7 @@ from typing import Any
 
 from kvburst._core import ComputeDevice, Event, KVBurstError
 from kvburst.acks import Ack
+from kvburst.agreement import AgreementStep
 from kvburst.controller import BurstController
 
 # From top to bottom; others follow in the order of their first span.
@@ -28,9 +31,12 @@ SCHEDULER = "scheduler thread"
 AGREEMENT = "agreement"
 ISSUERS = {"load": "load issuer", "backup": "backup issuer"}
 STREAMS = {"load": "load stream", "backup": "backup stream"}
+EXCHANGE = "exchange"
 GATE = "gate"
 FORWARD = "forward stream"
-TRACKS = (SCHEDULER, AGREEMENT, *ISSUERS.values(), *STREAMS.values(), GATE, FORWARD)
+# The span of a scheduler thread that launches a forward.
+LAUNCH = "launch the forward"
+TRACKS = (SCHEDULER, AGREEMENT, *ISSUERS.values(), *STREAMS.values(), EXCHANGE, GATE, FORWARD)
 
 Detail = int | float | str
 
@@ -104,6 +110,23 @@ class FlightRecorder:
         """Record each burst of `controller` as its ack is retired, from now on."""
         controller.ack_load_queue.tell(self._retired)
         controller.ack_write_queue.tell(self._retired)
+
+    def agreed(self, step: AgreementStep) -> None:
+        """Record what a call of the agreement took: for ``Agreement(tell=...)``."""
+        self.add(
+            Span(
+                AGREEMENT,
+                f"{step.call} {step.step}",
+                step.begin_ns / 1000,
+                step.end_ns / 1000,
+                {"taken": ", ".join(map(str, step.taken))} if step.taken else {},
+            )
+        )
+
+    def clear(self) -> None:
+        """Forget all spans: the flight begins here."""
+        self._spans.clear()
+        self._added = 0
 
     def add(self, span: Span) -> None:
         self._added += 1
@@ -258,19 +281,25 @@ def _metadata(what: str, process: int, thread: int = 0, **args: Detail) -> dict[
 
 
 def _slice(span: Span, process: int, thread: int, begin: float) -> dict[str, Any]:
+    start = _nanoseconds(span.start_us, begin)
     event: dict[str, Any] = {
         "name": span.name,
         "cat": "kvburst",
         "ph": "X",
         "pid": process,
         "tid": thread,
-        "ts": round(span.start_us - begin, 3),
+        "ts": start / 1000,
         "args": dict(span.details),
     }
     if span.end_us is None:
         return event | {"ph": "i", "s": "t"}
-    # Two events of one moment, read one after the other, may seem to be the wrong way round.
-    return event | {"dur": round(max(0.0, span.end_us - span.start_us), 3)}
+    # Two events of one moment, read one after the other, may seem to be the wrong way round. From
+    # rounded ends: a viewer drops a slice that begins a nanosecond before its neighbour has ended.
+    return event | {"dur": max(0, _nanoseconds(span.end_us, begin) - start) / 1000}
+
+
+def _nanoseconds(at_us: float, begin: float) -> int:
+    return round(1000 * (at_us - begin))
 
 
 def _arrows(
@@ -286,7 +315,7 @@ def _arrows(
             "id": flow,
             "pid": process,
             "tid": threads[span.track],
-            "ts": round(span.start_us - begin, 3),
+            "ts": _nanoseconds(span.start_us, begin) / 1000,
         }
         # Bound to the span that begins here, and not to the next one.
         yield event | {"bp": "e"} if last else event

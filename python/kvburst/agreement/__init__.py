@@ -17,7 +17,7 @@ from kvburst.agreement.groups import (
     make_groups,
     require_same,
 )
-from kvburst.agreement.reducer import AckReducer, AgreementStats, payload_length
+from kvburst.agreement.reducer import AckReducer, AgreementStats, AgreementStep, payload_length
 from kvburst.agreement.stages import PipelineStages, Stages
 from kvburst.agreement.transports import (
     Blocking,
@@ -36,6 +36,7 @@ __all__ = [
     "AgreementError",
     "AgreementGroups",
     "AgreementStats",
+    "AgreementStep",
     "Blocking",
     "Board",
     "BoardConnection",

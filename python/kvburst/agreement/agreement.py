@@ -7,7 +7,7 @@ from kvburst._core import KVBurstError
 from kvburst.agreement.choice import choose_transport
 from kvburst.agreement.counters import ReadyCounter
 from kvburst.agreement.groups import AgreementGroups, require_same
-from kvburst.agreement.reducer import AckReducer, payload_length
+from kvburst.agreement.reducer import AckReducer, AgreementStep, payload_length
 from kvburst.agreement.stages import PipelineStages
 from kvburst.agreement.transports import TransportName
 
@@ -28,6 +28,7 @@ class Agreement:
     log_every: steps between lines in the log that say what the agreement took; 0: none.
     timeout: seconds after which a rank that is alive and does not come is given up, on a board. The
         collectives have that of their groups.
+    tell: told of every call that took part in a round; for a flight recorder.
     """
 
     groups: AgreementGroups
@@ -37,6 +38,7 @@ class Agreement:
     digest: Callable[[], int] = lambda: 0
     log_every: int = 0
     timeout: float = 300.0
+    tell: Callable[[AgreementStep], None] | None = None
 
     def __post_init__(self) -> None:
         if self.transport not in ("blocking", "pipelined", "board"):
@@ -74,4 +76,5 @@ class Agreement:
             idle=idle if self.skip_idle else None,
             force_every=self.force_every,
             log_every=self.log_every,
+            tell=self.tell,
         )

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import index
 from time import perf_counter_ns
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from kvburst._core import KVBurstError
 from kvburst.agreement.counters import ReadyCounter
@@ -46,6 +46,18 @@ class AgreementStats:
     """Microseconds of the scheduler thread, in `collect` and `issue`."""
 
 
+@dataclass(frozen=True)
+class AgreementStep:
+    """One call that took part in a round, on this rank. Nanoseconds of ``time.perf_counter_ns``."""
+
+    call: Literal["collect", "issue"]
+    step: int
+    begin_ns: int
+    end_ns: int
+    taken: tuple[int, ...] = ()
+    """What ``collect`` returned."""
+
+
 class _Round(NamedTuple):
     """What this rank knew when the round began."""
 
@@ -80,6 +92,7 @@ class AckReducer:
         is then no round. None: a round at every step.
     force_every: skipped rounds in a row after which one takes place all the same.
     log_every: steps between lines in the log that say what the agreement took; 0: none.
+    tell: told of every call that took part in a round, when it is over.
 
     One rank's failed burst, or a digest that differs, is everyone's: `collect` raises the same
     AgreementError on every rank before anything is taken. On later pipeline stages it concerns the
@@ -97,6 +110,7 @@ class AckReducer:
         idle: Callable[[], bool] | None = None,
         force_every: int = 100,
         log_every: int = 0,
+        tell: Callable[[AgreementStep], None] | None = None,
     ) -> None:
         if force_every < 1:
             raise KVBurstError(f"force_every: {force_every} skipped rounds must be at least 1")
@@ -111,6 +125,7 @@ class AckReducer:
         self._idle = idle
         self._force_every = force_every
         self._log_every = log_every
+        self._tell = tell
         self._round: _Round | None = None
         self._process = os.getpid()
         self._skipped = 0
@@ -136,10 +151,16 @@ class AckReducer:
         self._steps += 1
         if self._transport.lag == 0:
             self._begin()
+        takes_part = self._follows or self._round is not None
+        counts: list[int] = []
         try:
-            return self._follow() if self._follows else self._agree()
+            counts = self._follow() if self._follows else self._agree()
+            return counts
         finally:
-            self._spent_ns += perf_counter_ns() - begin
+            end = perf_counter_ns()
+            self._spent_ns += end - begin
+            if self._tell is not None and takes_part:
+                self._tell(AgreementStep("collect", self._steps, begin, end, tuple(counts)))
             self._log()
 
     def issue(self) -> None:
@@ -148,7 +169,10 @@ class AckReducer:
         self._check_process()
         if self._transport.lag > 0:
             self._begin()
-        self._spent_ns += perf_counter_ns() - begin
+        end = perf_counter_ns()
+        self._spent_ns += end - begin
+        if self._tell is not None and self._transport.lag > 0 and self._round is not None:
+            self._tell(AgreementStep("issue", self._steps, begin, end))
 
     def reset(self) -> None:
         """Consume what is in flight, whatever it says, and count from here. On every rank alike."""

@@ -1,0 +1,5 @@
+"""``python -m kvburst``: the command ``kvburst``."""
+
+from kvburst.cli import main
+
+main()
