@@ -466,8 +466,8 @@ def _notes(rows: Sequence[Row]) -> list[str]:
         if row.metric == "agree_us" and transport == "board" and not injected:
             verdict(
                 row.ratio >= BUDGET_RATIO,
-                f"{BUDGET_RANKS} ranks, steps of {step} ms: the board {row.ratio:.0f} times below"
-                f" blocking, at least {BUDGET_RATIO:g} is asked for",
+                f"{BUDGET_RANKS} ranks, steps of {step} ms: the board takes {row.ratio:.0f} times"
+                f" less than blocking (budget: at least {BUDGET_RATIO:g})",
             )
         elif row.metric == "steps_per_s" and step == BUDGET_STEP_MS and injected:
             words = (
@@ -477,7 +477,7 @@ def _notes(rows: Sequence[Row]) -> list[str]:
             if transport == "blocking":
                 notes.append(words)
             else:
-                verdict(row.ratio >= BUDGET_KEPT, f"{words}, at least 95 are asked for")
+                verdict(row.ratio >= BUDGET_KEPT, f"{words} (budget: at least 95)")
     return notes
 
 

@@ -293,8 +293,8 @@ def _notes(rows: list[Row]) -> list[str]:
         worst = min(judged)
         verdict = "kept" if worst >= BUDGET_RATIO else "missed"
         notes.append(
-            f"budget {verdict}: pages of 40 KiB, scattered, reach {worst:.2f} of one memcpy,"
-            f" at least {BUDGET_RATIO} is asked for"
+            f"budget {verdict}: pages of 40 KiB, scattered, reach {worst:.2f} of one memcpy"
+            f" (budget: at least {BUDGET_RATIO})"
         )
     return notes
 

@@ -184,7 +184,7 @@ def _notes(rows: list[Row]) -> list[str]:
         verdict = "kept" if row.median <= BUDGET_NS else "missed"
         notes.append(
             f"budget {verdict}: {BUDGET_PAGES:,} scattered pages, ramp: {row.metric}"
-            f" {row.median:.2f}, at most {BUDGET_NS:g} is asked for"
+            f" {row.median:.2f} (budget: at most {BUDGET_NS:g})"
         )
         if row.baseline_median is not None:
             notes.append(like_the_peers(row.baseline_median))

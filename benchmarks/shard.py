@@ -432,7 +432,7 @@ def _notes(rows: Sequence[Row], pace: str) -> list[str]:
             kept = "kept" if ratio >= off - BUDGET_OVERLAP else "missed"
             notes.append(
                 f"budget {kept}: {count} ranks, rotating owners: computed overlap ratio"
-                f" {ratio:.2f}, not shared {off:.2f}, within {BUDGET_OVERLAP:g} is asked for"
+                f" {ratio:.2f}, not shared {off:.2f} (budget: at most {BUDGET_OVERLAP:g} less)"
             )
     return notes
 
