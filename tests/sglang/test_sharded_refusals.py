@@ -30,8 +30,8 @@ REASONS = {
     "embedding": "an embedding server's forwards wait for no layer",
     "split prefill": "the split prefills of PD multiplexing wait for no layer",
     "sidecar drafts": "a draft pool that comes later, MLATokenToKVPool, is not part of it",
-    "mamba": "'mamba' differs from rank to rank",
-    "swa": "'swa' differs from rank to rank",
+    "mamba": "'kv', 'mamba' differ from rank to rank",
+    "swa": "'kv', 'swa' differ from rank to rank",
 }
 
 
