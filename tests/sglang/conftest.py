@@ -48,6 +48,8 @@ SWITCHES: Mapping[str, Mapping[str, str]] = {
         "KVBURST_ONE_PIECE_POOLS": "1",
         **CHECKED,
     },
+    # Of two pairs, which decide apart.
+    "sharing-pairs": {"KVBURST": "1", SHARE: "1"},
     "sharing-side": {SHARE: "1", "KVBURST_RANK_SHARD_EXCHANGE": "side_stream"},
     "all-but-agreement": {
         "KVBURST": "1",

@@ -2,7 +2,7 @@
 
 Its host pools import three copy functions only where there is CUDA, and register their memory with
 it. Here they get copies by torch's own indexing, which share no code with kvburst's, and a
-registration that does nothing.
+registration that does nothing. Nor is memory kept free that such a machine may not have.
 """
 
 import importlib
@@ -82,6 +82,9 @@ def prepare() -> StockCopies:
     copies = StockCopies()
     common = importlib.import_module("sglang.srt.mem_cache.pool_host.common")
     common._cuda_host_register = _register_nothing  # type: ignore[attr-defined]
+    # What a server leaves free, 10 GiB, is more than a small machine has beside four ranks.
+    base = importlib.import_module("sglang.srt.mem_cache.pool_host.base")
+    base.HICACHE_HOST_MEMORY_RESERVE_BYTES = 0  # type: ignore[attr-defined]
     for module in host_pool_modules():
         for function in (
             copies.transfer_kv_per_layer_direct_pf_lf,

@@ -105,7 +105,7 @@ def test_ranks_that_send_on_a_side_stream_decide_alike(ranks: Ranks, setup: Setu
     check_moved_by_plugin(worked)
 
 
-@pytest.mark.parametrize("ranks", [Server("sharing", 4)], indirect=True, ids=str)
+@pytest.mark.parametrize("ranks", [Server("sharing-pairs", 4)], indirect=True, ids=str)
 def test_pairs_of_dp_attention_share_each_its_own_tier(ranks: Ranks) -> None:
     operations = OPERATIONS // 10
     worked = ranks.call("sharded.work_in_pairs", SETUPS[1], 17, operations, seconds=SECONDS)
